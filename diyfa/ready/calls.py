@@ -264,6 +264,12 @@ GEMMA2, GEMMA2_SLIDING = CAUSAL | {"softcap": 50.0}, SLIDING | {"softcap": 50.0}
 SINKS, SINKS_SLIDING = CAUSAL | {"sinks": True}, CAUSAL | {"sinks": True, "window": (127, 0)}  # GPT-OSS
 
 
+# Sizes of products for which the tables have different tiles: few rows and a wide, middle or narrow result; a few more
+# rows; a small one, a middle and a large one; a short sum, and a narrow result of many rows.
+PRODUCTS = (
+    (16, 8192, 8192), (16, 4096, 4096), (16, 1024, 8192), (64, 4096, 4096), (512, 512, 512), (512, 4096, 4096),
+    (4096, 4096, 4096), (4096, 4096, 128), (16384, 128, 4096),
+)  # fmt: skip
 ALIBI, DROPOUT = CAUSAL | {"alibi_slopes": True}, {"dropout_p": 0.1}
 BOTH = (False, True)
 
@@ -401,18 +407,19 @@ def serving() -> Iterator[Call]:
 
 
 def others() -> Iterator[Call]:
-    """Yield merges; masks; and products of few and many rows: with b transposed, unaligned, in float32."""
+    """Yield merges; masks; and products: with b transposed, unaligned, in float32."""
     for head_dim in (64, 80, 96, 128, 256):
         yield merging(head_dim)
     for name, length in product(MASKS, (1024, 4096, 8192, 16384, 32768)):
         yield masking(name, length)
-    for dtype, rows, transposed in product(HALVES, (16, 512, 4096), BOTH):
-        yield matrix_product(rows, 4096, 4096, dtype, transposed)
+    for dtype, sizes, transposed in product(HALVES, PRODUCTS, BOTH):
+        yield matrix_product(*sizes, dtype, transposed)
     for rows in (16, 4096):
         yield matrix_product(rows, 4095, 4095, BF16)
         yield matrix_product(rows, 4096, 4096, FP32, out_dtype=FP16)
-        for precision in ("tf32", "ieee"):
-            yield matrix_product(rows, 4096, 4096, FP32, precision=precision)
+        yield matrix_product(rows, 4096, 4096, FP32, precision="ieee")
+        for transposed in BOTH:
+            yield matrix_product(rows, 4096, 4096, FP32, transposed, precision="tf32")
 
 
 def everything() -> list[Call]:
