@@ -33,12 +33,13 @@ SYNCHRONISING = (
 METHODS = ("init", "invalidate", "acquire", "wait", "wait_empty", "wait_full", "release", "wait_turn", "hand_over")
 # These only make the wait or the release behind them cheaper: warps of a consumer need not wait for each other.
 # And: each lane arrives for itself instead of one for all, which is for racecheck. And: lanes of a warp, which run in
-# step here, are put in order.
+# step here, are put in order. And: tensor maps are read ahead.
 HARMLESS = (
     "_inline_ptx(_WAIT_PER_WARP)",
     "_inline_ptx(_RELEASE_PER_WARP)",
     "_inline_ptx(_ARRIVE_PER_LANE)",
     "_inline_ptx(_ORDER_LANES)",
+    "_inline_ptx(_PREFETCH)",
 )
 # Two tiles for the one program and three blocks of keys: long enough for every buffer to be used again.
 SMALL = AttentionCase("small", 1, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
