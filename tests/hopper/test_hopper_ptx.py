@@ -197,8 +197,10 @@ import aot_kernels, triton
 from diyfa.lab.cuda import aot, matmul_specs, specs as attention_specs
 from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.backends.cuda.hopper import matmul, matmul_configs
 from diyfa.backends.cuda.gluon import inline_ptx
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
+from diyfa.problem import MatmulProblem
 
 def compiled(spec):
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
@@ -237,6 +239,13 @@ with post_processing():
     inside = compiled(plain)
     product = next(x for x in matmul_specs.compile_specs("sm_90") if "float8" in x.case and " c2 " in x.case)
     lines = compiled(product).asm["ttgir"].splitlines()
+    # In the gate few rows of a have the default tiles that calls of so many rows take.
+    product_kernels = {x.constexprs["config"] for x in matmul_specs.compile_specs("sm_90") if x.kernel == "matmul/sm90"}
+    half = MatmulProblem("cuda", "sm_90", "float16", "float16", "float16", 1, 1, 4096, aligned=True)
+    few = [half.replace(m=m, n=n, k=k) for m in (1, 32) for n in (1024, 4096, 8192) for k in (512, 4096)]
+    called = [matmul.constants(x, matmul_configs.select_config(x)) for x in few]
+    report["rows copied"] = sorted({x.a_rows for x in called})
+    report["not in the gate"] = [str(x) for x in called if x not in product_kernels]
     report["loops over tiles"] = [line for line in lines if "scf.for" in line and "step %programs" in line]
 after = compiled(plain)
 report["same"] = before.asm["ptx"] == inside.asm["ptx"] == after.asm["ptx"]
@@ -271,6 +280,12 @@ def test_consumers_of_a_float8_product_count_items_on(report: dict) -> None:
     """Triton 3.6 had made 0 of the first item of each tile: programs of two tiles hung (docs/log/eight-bits.md)."""
     assert len(report["loops over tiles"]) == 2
     assert all("iter_args" in line for line in report["loops over tiles"])
+
+
+@needs_triton
+def test_the_gate_compiles_copies_of_few_rows(report: dict) -> None:
+    """Products of few rows copy fewer rows of a than a tile has, in kernels of their own."""
+    assert report["rows copied"] == [16, 32, 64] and report["not in the gate"] == []
 
 
 def test_the_older_ptxas_compiles_the_kernel_and_no_other(report: dict) -> None:
