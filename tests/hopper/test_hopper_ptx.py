@@ -83,6 +83,14 @@ PROCESSED = {
         f"{FULL.replace('256', '384')}{PREFETCH_MARKER}{TRANSFER}",
         f"{FULL.replace('256', '384')}{NO_PREFETCH}{TRANSFER}",
     ),
+    "transfers among threads of fewer registers": (
+        f"{FULL.replace(str(inline_ptx.MAX_REGISTERS), '80')}{PREFETCH_MARKER}{TRANSFER}",
+        f"{FULL.replace(str(inline_ptx.MAX_REGISTERS), '80')}{NO_PREFETCH}{TRANSFER}",
+    ),
+    "no barrier among more warps": (
+        f"{PREFETCH_MARKER}{INIT}{BARRIER.replace('128', '256')}{INIT}",
+        f"{NO_PREFETCH}{INIT}{BARRIER.replace('128', '256')}{INIT}",
+    ),
     "no initialisations without a marker": (f"{INIT}{BARRIER}{INIT}", f"{INIT}{BARRIER}{INIT}"),
     "all of them": (
         f"{COPY}{WAIT_MARKER}{BARRIER}{POLL}{RELEASE_MARKER}{ARRIVAL}{WAIT_MARKER}{POLL}{ARRIVE_MARKER}{OF_WARP}",
@@ -216,6 +224,8 @@ PATTERNS = {
     "releases": r"\\.release_per_warp",
     "markers": r"\\.(release|wait)_per_warp|\\.arrive_per_lane|\\.prefetch_tensor_maps",
     "prefetches": r"prefetch\\.param\\.tensormap",
+    "transfers": r"setmaxnreg\\.",
+    "barriers between initialisations": r"(?s)r\\.init(?:(?!mbarrier).)*?bar\\.sync(?:(?!mbarrier).)*?mbarrier\\.init",
 }
 problem = attention_specs._problem("sm_90", "bfloat16", 128, False).replace(seqlen_q=16384, seqlen_k=16384)
 config = Sm90Config(2, 64, 2, True, 240, 24)
@@ -246,6 +256,9 @@ with post_processing():
     called = [matmul.constants(x, matmul_configs.select_config(x)) for x in few]
     report["rows copied"] = sorted({x.a_rows for x in called})
     report["not in the gate"] = [str(x) for x in called if x not in product_kernels]
+    few_rows = next(x for x in matmul_specs.compile_specs("sm_90") if x.case.endswith("16 rows"))
+    report["few rows"] = counts(compiled(few_rows).asm["ptx"])
+    report["few rows, made"] = counts(made[-1])
     report["loops over tiles"] = [line for line in lines if "scf.for" in line and "step %programs" in line]
 after = compiled(plain)
 report["same"] = before.asm["ptx"] == inside.asm["ptx"] == after.asm["ptx"]
@@ -280,6 +293,18 @@ def test_consumers_of_a_float8_product_count_items_on(report: dict) -> None:
     """Triton 3.6 had made 0 of the first item of each tile: programs of two tiles hung (docs/log/eight-bits.md)."""
     assert len(report["loops over tiles"]) == 2
     assert all("iter_args" in line for line in report["loops over tiles"])
+
+
+@needs_triton
+def test_what_needs_no_marker_matches_what_triton_writes(report: dict) -> None:
+    """These edits raise no error if they find nothing. Triton 3.9 writes no barrier between initialisations."""
+    made, processed = report["few rows, made"], report["few rows"]
+    assert processed["prefetches"] == 3  # a, b, c
+    assert made["transfers"] and not processed["transfers"]  # one consumer: all threads have the most registers
+    assert report["made"]["transfers"] == report["processed"]["transfers"] > 0
+    assert made["barriers between initialisations"] or TRITON > (3, 6)
+    assert not processed["barriers between initialisations"]
+    assert not report["processed"]["barriers between initialisations"]
 
 
 @needs_triton
