@@ -53,6 +53,7 @@ NO_PREFETCH = PREFETCHES.split("@first")[0] + "}"
 FULL = f".reqntid 256\n.maxnreg {inline_ptx.MAX_REGISTERS}\n{{\n"
 TRANSFER = "\tsetmaxnreg.dec.sync.aligned.u32 \t24;\n"
 STORE = "\tst.shared.b32 [%r1], %r2;\n"
+OTHERS = ("$L__BB0_2:\n", "\tld.shared.b32 \t%r2, [%r1];\n", "\t@%p11 mbarrier.inval.shared::cta.b64 [%r85];\n")
 OTHER = "\tadd.s32 %r20, %r21, 1;\n"
 
 PROCESSED = {
@@ -74,6 +75,10 @@ PROCESSED = {
     "no barrier with a store, or between two threads' initialisations": (
         f"{PREFETCH_MARKER}{INIT}{STORE}{BARRIER}{INIT}{BARRIER}{STORE}{INIT}{BARRIER}{INIT.replace('p11', 'p12')}",
         f"{NO_PREFETCH}{INIT}{STORE}{BARRIER}{INIT}{BARRIER}{STORE}{INIT}{BARRIER}{INIT.replace('p11', 'p12')}",
+    ),
+    "no barrier beside a label, a load or another instruction of mbarriers": (
+        "".join(f"{PREFETCH_MARKER}{INIT}{x}{BARRIER}{INIT}{BARRIER}{x}{INIT}" for x in OTHERS),
+        "".join(f"{NO_PREFETCH}{INIT}{x}{BARRIER}{INIT}{BARRIER}{x}{INIT}" for x in OTHERS),
     ),
     "no transfers where all have the most registers": (
         f"{FULL}{PREFETCH_MARKER}{TRANSFER}{OTHER}{TRANSFER.replace('dec', 'inc')}",
