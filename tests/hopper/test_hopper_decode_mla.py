@@ -115,6 +115,13 @@ def test_both_kernels_decide_alike_whether_programs_have_whole_tiles(
     check(case("whole_or_not", *lens, heads=8))
 
 
+def test_several_blocks_of_a_chunk_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has the whole tile, whose first token does not see the last key of the block before the last."""
+    kernel = interpret(monkeypatch, programs=1)
+    check(case("tokens_end_in_two_blocks", 65, 201, seqlen_q=4, heads=16, leftpad=(0, 7)))
+    assert kernel.launches == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_weight_of_all_is_not_rounded(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block is measured from its rows' maxima so far: one sum divides, so a dominant weight must be exactly 1.
