@@ -127,6 +127,19 @@ def test_the_kernel_smooths_infinities(number: float) -> None:
 
 
 @pytest.mark.skipif(len(BACKENDS) == 1, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("rows", [70, 600])
+def test_the_kernel_smooths_columns_without_zero(rows: int) -> None:
+    """A column's extremes lie far above 0, or far below. No 0 of a sum or of a masked load may count among them."""
+    x = torch.randn(1, 2, rows, 24, generator=torch.Generator().manual_seed(0))
+    x[..., ::2] += 30
+    x[..., 1::2] -= 30
+    for per in ("tensor", "head"):
+        want, found = (diyfa.quantize(x, x, x, per, smooth=True, backend=backend)[2] for backend in (None, "cuda"))
+        assert want.descale is not None and float(want.descale.max()) < 6 / 448
+        torch.testing.assert_close(want.descale, found.descale, rtol=2e-5, atol=0)
+
+
+@pytest.mark.skipif(len(BACKENDS) == 1, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("per", ["head", "block"])
 def test_the_kernel_smooths_long_sequences(per: str) -> None:
     """A mean has more sums than its kernel loads at a time, and the largest number is in the last chunk of rows."""

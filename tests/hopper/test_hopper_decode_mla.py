@@ -11,7 +11,7 @@ import torch
 from hopper_interpreted import interpreted_only, kernel_source, load_kernel
 from kvcache_cases import CacheCase, assert_in_budget, make_call, run_case
 from poison import poisoned_allocations
-from simulators.gluon import InterpretedKernel, KernelBug
+from simulators.gluon import InterpretedKernel, KernelBug, Race
 from synchronising import Synchronising
 from triton.experimental.gluon import language as gl
 
@@ -113,6 +113,13 @@ def test_both_kernels_decide_alike_whether_programs_have_whole_tiles(
     """Not where a split costs nothing, though whole tiles take no longer; up to seven blocks where it costs six."""
     interpret(monkeypatch, programs=programs, split_cost=split_cost)
     check(case("whole_or_not", *lens, heads=8))
+
+
+def test_several_blocks_of_a_chunk_are_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has the whole tile, whose first token does not see the last key of the block before the last."""
+    kernel = interpret(monkeypatch, programs=1)
+    check(case("tokens_end_in_two_blocks", 65, 201, seqlen_q=4, heads=16, leftpad=(0, 7)))
+    assert kernel.launches == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -263,3 +270,34 @@ def test_nothing_is_superfluous(line: str, tmp_path: Path, monkeypatch: pytest.M
     interpret(monkeypatch, kernels=kernels)
     with pytest.raises(KernelBug):
         check(case("two_parts", 450, 200, seqlen_q=2))
+
+
+MUTANTS = {
+    "the last left half is released before its product is done": (
+        "        o = warpgroup_mma_wait(0, deps=[o])\n        shared.left.channel.release(item - 1)\n",
+        "        shared.left.channel.release(item - 1)\n        o = warpgroup_mma_wait(0, deps=[o])\n",
+    ),
+    "a left half is released before its product is done": (
+        "        s, sums = warpgroup_mma_wait(0, deps=[s, sums])\n        o = (sums,)\n"
+        "        shared.left.channel.release(item + i - 1)\n",
+        "        shared.left.channel.release(item + i - 1)\n"
+        "        s, sums = warpgroup_mma_wait(0, deps=[s, sums])\n        o = (sums,)\n",
+    ),
+    "a right half is released before its product is done": (
+        "            o = (warpgroup_mma_wait(0, deps=[o[0]]),)\n            shared.right.channel.release(item)\n",
+        "            shared.right.channel.release(item)\n            o = (warpgroup_mma_wait(0, deps=[o[0]]),)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_stage_that_is_released_too_early_is_found(
+    mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program has both tiles. Each has more blocks than there are stages, so each stage is filled again."""
+    source, (now, early) = kernel_source("hopper.decode_mla"), MUTANTS[mutant]
+    assert source.count(now) == 1
+    kernels = load_kernel({"hopper.decode_mla": source.replace(now, early)}, tmp_path, ("hopper.decode_mla",))
+    interpret(monkeypatch, programs=1, kernels=kernels)
+    with pytest.raises(Race):
+        check(case("two_tiles", 190, 200, heads=8))

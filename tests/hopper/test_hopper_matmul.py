@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hopper_interpreted import interpreted_only, kernel_source, load_kernel
 from poison import poisoned_allocations
-from simulators.gluon import Deadlock, InterpretedKernel, KernelBug, Race
+from simulators.gluon import Deadlock, InterpretedKernel, InvalidOperand, KernelBug, Race
 from synchronising import Synchronising
 
 import diyfa
@@ -51,9 +52,13 @@ def multiply(
     interleave: bool = False,
     multiprocessors: int = 2,
     dtype: torch.dtype = torch.float16,
+    last_row: float | None = None,
     **problem: object,
 ) -> None:
-    """Require a product within one unit of the exact one. Memory that the kernel does not write is NaN."""
+    """Require a product within one unit of the exact one. Memory that the kernel does not write is NaN.
+
+    `last_row`: infinity or NaN for an element of a's last row, which makes this row of c infinite or NaN, and no other.
+    """
     m, n, k = sizes
     name = str(dtype).removeprefix("torch.")
     out = str(problem.pop("out_dtype", name))
@@ -65,6 +70,8 @@ def multiply(
     torch.manual_seed(0)
     a = random_matrix(m, k, described.k_major[0], dtype)
     b = random_matrix(k, n, not described.k_major[1], dtype)
+    if last_row is not None:
+        a[-1, k // 2] = last_row
     bias = torch.randn(n).to(c_dtype if dtype == torch.float8_e4m3fn else dtype) if described.bias else None
     kernel = InterpretedKernel(kernels._matmul_sm90_kernel, seed, interleave)
     c = torch.full((m, n), float("nan"), dtype=c_dtype)
@@ -76,6 +83,9 @@ def multiply(
     exact = reference_matmul(a.double(), b.double(), *descales, bias=bias, activation=described.activation)
     sums = reference_matmul(a.double().abs(), b.double().abs(), *descales, bias=None if bias is None else bias.abs())
     rounding = 2**-9 if dtype == torch.float32 else k * 2**-23  # of factors to tf32, or of sums
+    if last_row is not None:
+        torch.testing.assert_close(c[-1].double(), exact[-1], equal_nan=True)
+        c, exact, sums = c[:-1], exact[:-1], sums[:-1]
     assert ((c.double() - exact).abs() <= exact.abs() * UNIT[c.dtype] + sums * rounding + 2**-24).all()
 
 
@@ -150,6 +160,43 @@ def test_sizes(tile: str, sizes: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129])
 def test_ragged_rows(size: int) -> None:
     multiply(TILES["two consumers"], (size, 72, 88))
+
+
+FEW = {
+    # M, layout of a, bytes of an element, BLOCK_K -> rows of a that a box of 64 copies
+    (1, True, "float16", 64): 16,
+    (16, True, "float16", 64): 16,
+    (17, True, "bfloat16", 64): 32,
+    (32, True, "float32", 32): 32,
+    (33, True, "float16", 64): 64,
+    (300, True, "float16", 64): 64,
+    (16, True, "float8_e4m3fn", 128): 16,
+    (16, True, "float16", 128): 64,  # rows of two spans, of which the second lies behind 64 rows of the first
+    (16, True, "float8_e4m3fn", 256): 64,
+    (16, True, "float32", 64): 64,
+    (16, False, "float16", 64): 64,  # the rows of a are columns of the box
+}
+
+
+@pytest.mark.parametrize(("case", "rows"), FEW.items(), ids=str)
+def test_few_rows_are_copied(case: tuple[int, bool, str, int], rows: int) -> None:
+    m, by_k, dtype, block_k = case
+    problem = HALF.replace(m=m, dtype=dtype, k_major=(by_k, True))
+    assert matmul_configs.copied_rows(problem, Sm90MatmulConfig(64, 64, block_k, 3, consumers=1)) == rows
+
+
+def test_rows_of_two_spans_are_not_copied_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMA would write the second span behind the few rows of the first."""
+    monkeypatch.setattr(matmul, "copied_rows", lambda problem, config: 16)
+    with pytest.raises(InvalidOperand, match="rows of one swizzle"):
+        multiply(TILES["one consumer"], (16, 128, 256))
+
+
+@pytest.mark.parametrize("m", [1, 15, 16, 17, 31, 32, 33])
+def test_rows_behind_the_last_do_not_count(m: int) -> None:
+    """Infinities in the last row of a change its row of c alone, in buffers that hold NaN where nothing was copied."""
+    multiply(TILES["one store"], (m, 72, 328), multiprocessors=1, last_row=float("inf"))
+    multiply(TILES["two consumers"], (m, 72, 328), last_row=float("nan"))
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -284,7 +331,9 @@ def test_every_class_has_tiles_that_fit() -> None:
         FULL.replace(precision="tf32", k_major=(True, True)),
         HALF.replace(dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn", k_major=(True, True)),
     )
-    for m, n, k in product((1, 16, 64, 65, 512, 8192, 32768), (8, 128, 1024, 4096, 8192), (1, 8, 256, 1024, 4096, 65536)):
+    for m, n, k in product(
+        (1, 16, 64, 65, 512, 8192, 32768), (8, 128, 1024, 4096, 8192), (1, 8, 256, 1024, 4096, 65536)
+    ):
         names.add(matmul_configs.problem_class(m, n, k).name)
         for problem in (HALF, *others):
             assert matmul_configs.candidates(problem.replace(m=m, n=n, k=k))
@@ -328,7 +377,17 @@ def test_a_config_that_cannot_run_is_refused(simulated: InterpretedKernel) -> No
         pytest.raises(ValueError, match="shared memory"),
     ):
         diyfa.triton_matmul(a, b, variant="sm90")
-    assert simulated.launches == 1
+    # Of 10 steps 8 splits have 2 each, and 3 splits none; 5 splits have all.
+    a, b = torch.randn(64, 640).half(), torch.randn(640, 136).half()
+    for split_k in (8, 5):
+        config = replace(TILES["one store"], split_k=split_k)
+        with diyfa.use_backend("cuda"), use_config("sm90_matmul", config):
+            if split_k == 5:
+                diyfa.triton_matmul(a, b, variant="sm90")
+                continue
+            with pytest.raises(ValueError, match="a split has none"):
+                diyfa.triton_matmul(a, b, variant="sm90")
+    assert simulated.launches == 2
 
 
 def test_padded_rows_of_any_number_of_columns(simulated: InterpretedKernel) -> None:

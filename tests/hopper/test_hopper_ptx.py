@@ -53,6 +53,7 @@ NO_PREFETCH = PREFETCHES.split("@first")[0] + "}"
 FULL = f".reqntid 256\n.maxnreg {inline_ptx.MAX_REGISTERS}\n{{\n"
 TRANSFER = "\tsetmaxnreg.dec.sync.aligned.u32 \t24;\n"
 STORE = "\tst.shared.b32 [%r1], %r2;\n"
+OTHERS = ("$L__BB0_2:\n", "\tld.shared.b32 \t%r2, [%r1];\n", "\t@%p11 mbarrier.inval.shared::cta.b64 [%r85];\n")
 OTHER = "\tadd.s32 %r20, %r21, 1;\n"
 
 PROCESSED = {
@@ -75,6 +76,10 @@ PROCESSED = {
         f"{PREFETCH_MARKER}{INIT}{STORE}{BARRIER}{INIT}{BARRIER}{STORE}{INIT}{BARRIER}{INIT.replace('p11', 'p12')}",
         f"{NO_PREFETCH}{INIT}{STORE}{BARRIER}{INIT}{BARRIER}{STORE}{INIT}{BARRIER}{INIT.replace('p11', 'p12')}",
     ),
+    "no barrier beside a label, a load or another instruction of mbarriers": (
+        "".join(f"{PREFETCH_MARKER}{INIT}{x}{BARRIER}{INIT}{BARRIER}{x}{INIT}" for x in OTHERS),
+        "".join(f"{NO_PREFETCH}{INIT}{x}{BARRIER}{INIT}{BARRIER}{x}{INIT}" for x in OTHERS),
+    ),
     "no transfers where all have the most registers": (
         f"{FULL}{PREFETCH_MARKER}{TRANSFER}{OTHER}{TRANSFER.replace('dec', 'inc')}",
         f"{FULL}{NO_PREFETCH}{OTHER}",
@@ -82,6 +87,14 @@ PROCESSED = {
     "transfers among more warps": (
         f"{FULL.replace('256', '384')}{PREFETCH_MARKER}{TRANSFER}",
         f"{FULL.replace('256', '384')}{NO_PREFETCH}{TRANSFER}",
+    ),
+    "transfers among threads of fewer registers": (
+        f"{FULL.replace(str(inline_ptx.MAX_REGISTERS), '80')}{PREFETCH_MARKER}{TRANSFER}",
+        f"{FULL.replace(str(inline_ptx.MAX_REGISTERS), '80')}{NO_PREFETCH}{TRANSFER}",
+    ),
+    "no barrier among more warps": (
+        f"{PREFETCH_MARKER}{INIT}{BARRIER.replace('128', '256')}{INIT}",
+        f"{NO_PREFETCH}{INIT}{BARRIER.replace('128', '256')}{INIT}",
     ),
     "no initialisations without a marker": (f"{INIT}{BARRIER}{INIT}", f"{INIT}{BARRIER}{INIT}"),
     "all of them": (
@@ -197,8 +210,10 @@ import aot_kernels, triton
 from diyfa.lab.cuda import aot, matmul_specs, specs as attention_specs
 from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.backends.cuda.hopper import matmul, matmul_configs
 from diyfa.backends.cuda.gluon import inline_ptx
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
+from diyfa.problem import MatmulProblem
 
 def compiled(spec):
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
@@ -214,6 +229,8 @@ PATTERNS = {
     "releases": r"\\.release_per_warp",
     "markers": r"\\.(release|wait)_per_warp|\\.arrive_per_lane|\\.prefetch_tensor_maps",
     "prefetches": r"prefetch\\.param\\.tensormap",
+    "transfers": r"setmaxnreg\\.",
+    "barriers between initialisations": r"(?s)r\\.init(?:(?!mbarrier).)*?bar\\.sync(?:(?!mbarrier).)*?mbarrier\\.init",
 }
 problem = attention_specs._problem("sm_90", "bfloat16", 128, False).replace(seqlen_q=16384, seqlen_k=16384)
 config = Sm90Config(2, 64, 2, True, 240, 24)
@@ -237,6 +254,16 @@ with post_processing():
     inside = compiled(plain)
     product = next(x for x in matmul_specs.compile_specs("sm_90") if "float8" in x.case and " c2 " in x.case)
     lines = compiled(product).asm["ttgir"].splitlines()
+    # In the gate few rows of a have the default tiles that calls of so many rows take.
+    product_kernels = {x.constexprs["config"] for x in matmul_specs.compile_specs("sm_90") if x.kernel == "matmul/sm90"}
+    half = MatmulProblem("cuda", "sm_90", "float16", "float16", "float16", 1, 1, 4096, aligned=True)
+    few = [half.replace(m=m, n=n, k=k) for m in (1, 32) for n in (1024, 4096, 8192) for k in (512, 4096)]
+    called = [matmul.constants(x, matmul_configs.select_config(x)) for x in few]
+    report["rows copied"] = sorted({x.a_rows for x in called})
+    report["not in the gate"] = [str(x) for x in called if x not in product_kernels]
+    few_rows = next(x for x in matmul_specs.compile_specs("sm_90") if x.case.endswith("16 rows"))
+    report["few rows"] = counts(compiled(few_rows).asm["ptx"])
+    report["few rows, made"] = counts(made[-1])
     report["loops over tiles"] = [line for line in lines if "scf.for" in line and "step %programs" in line]
 after = compiled(plain)
 report["same"] = before.asm["ptx"] == inside.asm["ptx"] == after.asm["ptx"]
@@ -271,6 +298,24 @@ def test_consumers_of_a_float8_product_count_items_on(report: dict) -> None:
     """Triton 3.6 had made 0 of the first item of each tile: programs of two tiles hung (docs/log/eight-bits.md)."""
     assert len(report["loops over tiles"]) == 2
     assert all("iter_args" in line for line in report["loops over tiles"])
+
+
+@needs_triton
+def test_what_needs_no_marker_matches_what_triton_writes(report: dict) -> None:
+    """These edits raise no error if they find nothing. Triton 3.9 writes no barrier between initialisations."""
+    made, processed = report["few rows, made"], report["few rows"]
+    assert processed["prefetches"] == 3  # a, b, c
+    assert made["transfers"] and not processed["transfers"]  # one consumer: all threads have the most registers
+    assert report["made"]["transfers"] == report["processed"]["transfers"] > 0
+    assert made["barriers between initialisations"] or TRITON > (3, 6)
+    assert not processed["barriers between initialisations"]
+    assert not report["processed"]["barriers between initialisations"]
+
+
+@needs_triton
+def test_the_gate_compiles_copies_of_few_rows(report: dict) -> None:
+    """Products of few rows copy fewer rows of a than a tile has, in kernels of their own."""
+    assert report["rows copied"] == [16, 32, 64] and report["not in the gate"] == []
 
 
 def test_the_older_ptxas_compiles_the_kernel_and_no_other(report: dict) -> None:

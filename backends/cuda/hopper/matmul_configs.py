@@ -74,7 +74,6 @@ def _config(block_m: int, block_n: int, block_k: int, stages: int, **rest: int |
     return Sm90MatmulConfig(block_m, block_n, block_k, stages, **rest)  # type: ignore[arg-type]
 
 
-_WIDE = _config(64, 256, 64, 5, consumers=1)
 _SMALL = _config(64, 64, 128, 6, consumers=1)
 _FEW_ROWS = _config(64, 64, 64, 12, consumers=1)  # one span of swizzled bytes, so that `copied_rows` may be few
 _SMALLEST = _config(64, 32, 64, 16, consumers=1)
@@ -202,10 +201,13 @@ def config_refusal(config: Sm90MatmulConfig, problem: MatmulProblem) -> str | No
         return f"{config} needs {needed} bytes of shared memory, of {SHARED_BYTES}"
     if config.split_k > 1 and problem.n * ELEMENT_BYTES["float32"] % 16:
         return f"rows of float32 partial sums ({problem.n}) are not a multiple of 16 bytes: K cannot be split"
+    steps = cdiv(problem.k, config.block_k)
+    if config.split_k > 1 and (config.split_k - 1) * cdiv(steps, config.split_k) >= steps:
+        return f"{config} divides {steps} steps of K so that a split has none"
     if problem.dtype == FLOAT8 and config.rows * config.block_n > FLOAT8_SUMS:
         return f"{config} needs two registers for each sum of float8 products, more than a thread has"
     tiles = cdiv(problem.m, config.block_m) * cdiv(problem.n, config.block_n) * config.split_k
-    if tiles * cdiv(problem.k, config.block_k) > MAX_STEPS:
+    if tiles * steps > MAX_STEPS:
         return f"32 bits do not count {tiles} tiles times their steps of BLOCK_K"
     return None
 

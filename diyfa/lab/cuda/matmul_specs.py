@@ -77,18 +77,22 @@ def _epilogue_specs(arch: str, refusals: Mapping[str, Callable[[MatmulProblem], 
 
 
 def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
-    """Yield the Gluon product for Hopper: every tile of its table in float16, then layouts, dtypes and epilogues of the
-    default tiles."""
+    """Yield the Gluon product for Hopper: every tile of its table in float16, each with the rows of a that it may copy,
+    then layouts, dtypes and epilogues of the default tiles."""
     from diyfa.backends.cuda.hopper import matmul_configs
 
     half = MatmulProblem("cuda", arch, "float16", "float16", "float16", 4096, 4096, 4096, aligned=True)
     if matmul_configs.unsupported(half) is not None:
         return
-    tiles: dict[Sm90MatmulConfig, None] = {}
+    specs: dict[str, CompileSpec] = {}
     for row in matmul_configs.TABLE:
-        tiles.update(dict.fromkeys(config for config in row.candidates if matmul_configs.fits(config, half)))
-    for config in tiles:
-        yield _hopper_spec(half, config)
+        for m in (16, 32, 64) if row.max_m <= 64 else (half.m,):
+            for config in row.candidates:
+                problem = half.replace(m=m)
+                if m <= row.max_m and matmul_configs.fits(config, problem):
+                    spec = _hopper_spec(problem, config)
+                    specs[spec.case] = spec
+    yield from specs.values()
     large = matmul_configs.select_config(half)
     skinny = matmul_configs.select_config(half.replace(m=16))
     for layout in ((True, True), (False, False), (False, True)):
@@ -105,12 +109,13 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     float8 = half.replace(
         dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn", out_dtype="bfloat16", k_major=(True, True)
     )
-    tiles.clear()
+    specs.clear()
     for size in (16, 512, 4096):
         problem = float8.replace(m=size, n=max(size, 512))
-        tiles.update(dict.fromkeys(matmul_configs.candidates(problem)))
-    for config in tiles:
-        yield _hopper_spec(float8.replace(bias=config.split_k == 1), config)
+        for config in matmul_configs.candidates(problem):
+            spec = _hopper_spec(problem.replace(bias=config.split_k == 1), config)
+            specs[spec.case] = spec
+    yield from specs.values()
 
 
 def _hopper_spec(problem: MatmulProblem, config: Sm90MatmulConfig) -> CompileSpec:
@@ -126,9 +131,11 @@ def _hopper_spec(problem: MatmulProblem, config: Sm90MatmulConfig) -> CompileSpe
     c = matrix(problem.m, problem.n, True, problem.out_dtype)
     bias = torch.empty(problem.n, dtype=TORCH_DTYPE[problem.dtype], device="meta") if problem.bias else None
     launch, *_ = matmul.make_launches(problem, _with_descales(a, b)._replace(bias=bias), c, config)
+    rows = launch.constants["config"].a_rows
     case = f"{problem.dtype}->{problem.out_dtype} {'nt'[not a_by_k]}{'nt'[b_by_k]} "
     case += f"{config.block_m}x{config.block_n}x{config.block_k} s{config.stages} c{config.consumers}"
     case += f"{' pingpong' * config.pingpong} group{config.group_m} split{config.split_k}{' bias' * problem.bias}"
+    case += f" {rows} rows" * (rows < config.rows)
     return launch_spec(launch, "matmul/sm90", f"{case} {problem.activation or ''}".rstrip(), clean_loops=True)
 
 

@@ -79,6 +79,17 @@ class Descriptor:
         return np.broadcast_to(addresses, self.block), np.broadcast_to(inside, self.block)
 
 
+def _is_one_span(view: SharedView) -> bool:
+    """Return whether the box lies in shared memory as if it had a buffer of its own.
+
+    A row longer than the swizzle is stored as several spans, each behind the same span of all rows. So some rows of a
+    buffer lie side by side only if they have one span.
+    """
+    rows, columns = view.array.shape[-2:-1], view.array.shape[-1]
+    swizzle = view.layout.swizzle_byte_width or columns * view.array.itemsize
+    return rows == view.allocation.array.shape[-2:-1] or columns * view.array.itemsize <= swizzle
+
+
 def _check(descriptor: Descriptor, coordinates: list[int], view: SharedView, what: str) -> None:
     rules = {
         f"{len(descriptor.block)} coordinates": len(coordinates) == len(descriptor.block),
@@ -88,6 +99,7 @@ def _check(descriptor: Descriptor, coordinates: list[int], view: SharedView, wha
         f"a buffer of {descriptor.dtype}, not {view.dtype}": view.dtype == descriptor.dtype,
         f"a buffer of layout {descriptor.layout}, not {view.layout}": view.layout == descriptor.layout,
         "a buffer without gaps": view.array.flags.c_contiguous,
+        "all rows of a buffer, or rows of one swizzle": _is_one_span(view),
     }
     broken = [rule for rule, holds in rules.items() if not holds]
     if broken:
