@@ -267,8 +267,8 @@ SINKS, SINKS_SLIDING = CAUSAL | {"sinks": True}, CAUSAL | {"sinks": True, "windo
 # Sizes of products for which the tables have different tiles: few rows and a wide, middle or narrow result; a few more
 # rows; a small one, a middle and a large one; a short sum, and a narrow result of many rows.
 PRODUCTS = (
-    (16, 8192, 8192), (16, 4096, 4096), (16, 1024, 8192), (64, 4096, 4096), (512, 512, 512), (512, 4096, 4096),
-    (4096, 4096, 4096), (4096, 4096, 128), (16384, 128, 4096),
+    (16, 8192, 8192), (16, 4096, 4096), (16, 1024, 8192), (32, 8192, 8192), (32, 4096, 4096), (32, 1024, 8192),
+    (64, 4096, 4096), (512, 512, 512), (512, 4096, 4096), (4096, 4096, 4096), (4096, 4096, 128), (16384, 128, 4096),
 )  # fmt: skip
 ALIBI, DROPOUT = CAUSAL | {"alibi_slopes": True}, {"dropout_p": 0.1}
 BOTH = (False, True)
