@@ -69,16 +69,16 @@ PROCESSED = {
     "an arrival": (f"{ARRIVE_MARKER}{OTHER}{OF_WARP}{OF_WARP}", f"{OTHER}{BY_LANE}{OF_WARP}"),
     "prefetches": (f"{MAPS}{OTHER}{PREFETCH_MARKER}{OTHER}", f"{MAPS}{OTHER}{PREFETCHES}{OTHER}"),
     "barriers between initialisations": (
-        f"{PREFETCH_MARKER}{INIT}{ADDRESS}{BARRIER}{ADDRESS}{INIT}{BARRIER}{INIT}{BARRIER}{OTHER}",
-        f"{NO_PREFETCH}{INIT}{ADDRESS}{ADDRESS}{INIT}{INIT}{BARRIER}{OTHER}",
+        f"{FULL}{INIT}{ADDRESS}{BARRIER}{ADDRESS}{INIT}{BARRIER}{INIT}{BARRIER}{OTHER}",
+        f"{FULL}{INIT}{ADDRESS}{ADDRESS}{INIT}{INIT}{BARRIER}{OTHER}",
     ),
     "no barrier with a store, or between two threads' initialisations": (
-        f"{PREFETCH_MARKER}{INIT}{STORE}{BARRIER}{INIT}{BARRIER}{STORE}{INIT}{BARRIER}{INIT.replace('p11', 'p12')}",
-        f"{NO_PREFETCH}{INIT}{STORE}{BARRIER}{INIT}{BARRIER}{STORE}{INIT}{BARRIER}{INIT.replace('p11', 'p12')}",
+        f"{FULL}{INIT}{STORE}{BARRIER}{INIT}{BARRIER}{STORE}{INIT}{BARRIER}{INIT.replace('p11', 'p12')}",
+        f"{FULL}{INIT}{STORE}{BARRIER}{INIT}{BARRIER}{STORE}{INIT}{BARRIER}{INIT.replace('p11', 'p12')}",
     ),
     "no barrier beside a label, a load or another instruction of mbarriers": (
-        "".join(f"{PREFETCH_MARKER}{INIT}{x}{BARRIER}{INIT}{BARRIER}{x}{INIT}" for x in OTHERS),
-        "".join(f"{NO_PREFETCH}{INIT}{x}{BARRIER}{INIT}{BARRIER}{x}{INIT}" for x in OTHERS),
+        "".join(f"{FULL}{INIT}{x}{BARRIER}{INIT}{BARRIER}{x}{INIT}" for x in OTHERS),
+        "".join(f"{FULL}{INIT}{x}{BARRIER}{INIT}{BARRIER}{x}{INIT}" for x in OTHERS),
     ),
     "no transfers where all have the most registers": (
         f"{FULL}{PREFETCH_MARKER}{TRANSFER}{OTHER}{TRANSFER.replace('dec', 'inc')}",
@@ -93,10 +93,10 @@ PROCESSED = {
         f"{FULL.replace(str(inline_ptx.MAX_REGISTERS), '80')}{NO_PREFETCH}{TRANSFER}",
     ),
     "no barrier among more warps": (
-        f"{PREFETCH_MARKER}{INIT}{BARRIER.replace('128', '256')}{INIT}",
-        f"{NO_PREFETCH}{INIT}{BARRIER.replace('128', '256')}{INIT}",
+        f"{FULL}{INIT}{BARRIER.replace('128', '256')}{INIT}",
+        f"{FULL}{INIT}{BARRIER.replace('128', '256')}{INIT}",
     ),
-    "no initialisations without a marker": (f"{INIT}{BARRIER}{INIT}", f"{INIT}{BARRIER}{INIT}"),
+    "barriers between initialisations of more warps": (f"{INIT}{BARRIER}{INIT}", f"{INIT}{BARRIER}{INIT}"),
     "all of them": (
         f"{COPY}{WAIT_MARKER}{BARRIER}{POLL}{RELEASE_MARKER}{ARRIVAL}{WAIT_MARKER}{POLL}{ARRIVE_MARKER}{OF_WARP}",
         f"{COPY}\n{POLL}{PER_WARP}{POLL}{BY_LANE}",
@@ -290,7 +290,6 @@ def test_warps_and_lanes_arrive_for_themselves(report: dict) -> None:
     assert not made["arrivals of lanes"] and processed["arrivals of lanes"]  # that the tile info is there
     assert made["arrivals of partitions"] == processed["arrivals of partitions"]  # of the queries
     assert made["markers"] and not processed["markers"]
-    assert not made["prefetches"] and processed["prefetches"] == 4  # q, k, v, out
 
 
 @needs_triton
@@ -309,7 +308,8 @@ def test_what_needs_no_marker_matches_what_triton_writes(report: dict) -> None:
     assert report["made"]["transfers"] == report["processed"]["transfers"] > 0
     assert made["barriers between initialisations"] or TRITON > (3, 6)
     assert not processed["barriers between initialisations"]
-    assert not report["processed"]["barriers between initialisations"]
+    kept = "barriers between initialisations"  # three warpgroups: registers are scarce
+    assert report["processed"][kept] == report["made"][kept]
 
 
 @needs_triton

@@ -10,11 +10,11 @@ before ptxas reads it:
 * One thread's arrival for the 32 lanes of a warp becomes an arrival of each lane.
 * A thread prefetches the kernel's tensor maps.
 
-Two edits need no marker of their own:
+Two edits need no marker. They are for kernels whose 256 threads all have `MAX_REGISTERS`:
 
 * The barriers among four warps that Triton puts between initialisations of mbarriers go, because one thread initialises
-  them all.
-* Warps pass no registers on where all threads have `MAX_REGISTERS`.
+  them all. Where registers are scarce ptxas spills more without these barriers.
+* Warps pass no registers on.
 
 Plain Python, no Triton types.
 """
@@ -93,11 +93,9 @@ def post_process(ptx: str) -> str:
     Raises:
         RuntimeError: a marker is not followed by the instruction that it is for.
     """
-    if not any(marker in ptx for marker in (PREFETCH_MARKER, *_EDITS)):
-        return ptx
-    ptx = _BETWEEN_INITIALISATIONS.sub(r"\1", _prefetch_tensor_maps(ptx))
+    ptx = _prefetch_tensor_maps(ptx)
     if _ALL_REGISTERS in ptx:
-        ptx = _TRANSFER.sub("", ptx)
+        ptx = _TRANSFER.sub("", _BETWEEN_INITIALISATIONS.sub(r"\1", ptx))
     for marker, (pattern, edit) in _EDITS.items():
         first, *marked = ptx.split(marker)
         pieces = [first]

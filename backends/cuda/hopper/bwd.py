@@ -37,7 +37,6 @@ from diyfa.backends.cuda.attention.tile_io import PACKED
 from diyfa.backends.cuda.gluon.barriers import (
     WARPS,
     idle_warps,
-    prefetch_tensor_maps,
     wait_for_previous_kernels,
     wait_for_stores,
 )
@@ -437,7 +436,6 @@ def _bwd_sm90_kernel(
     config: gl.constexpr,  # `Sm90BwdConstants`
 ):  # fmt: skip
     """Set up shared memory and barriers, and run the roles of this file, or of the FORM "columns" or "mla"."""
-    prefetch_tensor_maps()
     shared = allocate_shared(q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor, config)
     sizes = Sizes(
         heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,

@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from diyfa.backends.cuda.attention.tile_io import PACKED
-from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, prefetch_tensor_maps, wait_for_previous_kernels
+from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, wait_for_previous_kernels
 from diyfa.backends.cuda.gluon.block_mask import BlockMask
 from diyfa.backends.cuda.gluon.channel import allocate_channel
 from diyfa.backends.cuda.gluon.compat import reinterpret
@@ -133,7 +133,6 @@ def _fwd_sm90_kernel(
     3. FIXED_MAX: if consumers flagged tiles whose sums overflowed, run both for these with a running maximum.
     4. Packed: clear the rows that belong to no sequence.
     """
-    prefetch_tensor_maps()
     DTYPE: gl.constexpr = q_tensor.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     # Products read Q and K one box at a time, but several adjacent boxes of V as one matrix (`run_matrix`). Out has the
