@@ -85,9 +85,8 @@ def checked_options(
     sm_scale, softcap, dropout_p = options.get("sm_scale"), options.get("softcap", 0.0), options.get("dropout_p", 0.0)
     validation.check_scalars(sm_scale, softcap, dropout_p, words.scale)
     left, right = validation.check_window(options.pop("window", UNBOUNDED), words.window)
-    has_tensors = (
-        len(optional_from_arguments(lengths, options)) > 0
-    )  # torch.compile of 2.11 traces no `bool` of a tuple
+    # Not `bool` of the tuple: torch.compile of PyTorch 2.11 does not trace it.
+    has_tensors = len(optional_from_arguments(lengths, options)) > 0
     if has_tensors or q.dtype in EIGHT_BIT_DTYPES:
         validation.check_eight_bit_options(q, options)
     if has_tensors:

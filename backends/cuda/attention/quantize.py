@@ -195,7 +195,7 @@ def _mean_kernel(sums_ptr, mean_ptr, magnitude_ptr, heads, n_rows, group, chunks
         mean = _rotated(mean, c.BLOCK_D) * scale
     tl.store(mean_ptr + head * c.HEAD_DIM + offs_d, mean, mask=offs_d < c.HEAD_DIM)
     if c.MODE == MEASURE:
-        # As integers a NaN is larger than infinity. `tl.min` and `tl.max` ignored it above, but the mean has it.
+        # A NaN is in the mean, though `tl.min` and `tl.max` ignored it. An integer comparison puts it above infinity.
         above = tl.abs(largest - mean).to(tl.int32, bitcast=True)
         below = tl.abs(mean - smallest).to(tl.int32, bitcast=True)
         magnitude = tl.where(offs_d < c.HEAD_DIM, tl.maximum(above, below), 0)
@@ -246,7 +246,7 @@ def _quantize_kernel(
                 smoothed += (parts[n] - mean[None, :],)
             parts = smoothed
         if c.MODE != GIVEN:
-            # As integers a NaN is larger than infinity, whereas `tl.max` of numbers ignores it.
+            # An integer comparison puts NaN above infinity. `tl.max` of numbers would ignore it.
             largest = tl.abs(parts[0]).to(tl.int32, bitcast=True)
             for n in tl.static_range(1, len(parts)):
                 largest = tl.maximum(largest, tl.abs(parts[n]).to(tl.int32, bitcast=True))

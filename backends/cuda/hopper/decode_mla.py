@@ -141,7 +141,7 @@ class Slice:
 
 @aggregate
 class Weights:
-    """What the first consumer leaves for the second one. That of a program's n-th block is item n."""
+    """The first consumer's weights and statistics, for the second one. Those of a program's n-th block are item n."""
 
     p: gl.shared_memory_descriptor  # [ROWS, BLOCK_N]: weights
     statistics: gl.shared_memory_descriptor  # [2, ROWS] fp32: factors of the sums so far, sums of weights so far
