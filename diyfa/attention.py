@@ -225,22 +225,23 @@ def attend(
             key = call_key(q, k, v, lengths, arguments.values(), optional)
             plan = find(key)
         tensors = prepared
-    three_owners = (*tensors, None, None)[:3]
+    q_owner, k_owner, v_owner = (*tensors, None, None)[:3]
     if not returns_lse:
         weights = None
     if plan is not None and (weights is None or not arguments["dropout_p"]):  # weights need the state of the mask
         if optional:
             validation.check_values(lengths, q, k, layout)
-        result = ops.run_plan(plan, three_owners, optional, returns_lse)
+        result = ops.run_plan(plan, (q_owner, k_owner, v_owner), optional, returns_lse)
         if weights is not None:
             result = (*result, q.new_empty(0))
     else:
         options = checked_options(q, k, v, lengths, arguments, words)
         if key is not None and not is_described_only(q):
             plan = ops.plan_of(q, k, v, lengths, options, key)
-            result = ops.run_plan(plan, three_owners, optional_tensors(lengths, options), returns_lse)
+            given = optional_tensors(lengths, options)
+            result = ops.run_plan(plan, (q_owner, k_owner, v_owner), given, returns_lse)
         else:
-            result = ops.attend(*three_owners, lengths, options)
+            result = ops.attend(q_owner, k_owner, v_owner, lengths, options)
             result = result if returns_lse else result[0]
         if weights is not None:
             weight_tensor = weights(q, k, result[1], lengths, options) if options.dropout_p else q.new_empty(0)
