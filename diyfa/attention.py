@@ -192,29 +192,12 @@ def attend(
                     raise ValueError(
                         "DTensors take no score_fn, whose positions are those of the whole: use .to_local()"
                     )
-                from diyfa.distributed.dtensor import attend_with_shards
-
-                def attend_shards(shards: tuple[Any, ...], lengths: Lengths, arguments: dict[str, Any]) -> Any:
-                    return attend(
-                        dict(zip(owners, shards, strict=True)), lengths, returns_lse, arguments, words, weights
-                    )
-
-                return attend_with_shards(attend_shards, owners, lengths, arguments)
+                return _attend_dtensors(owners, lengths, returns_lse, arguments, words, weights)
             if any(isinstance(x, Quantized) for x in tensors):
-                quantized = [x if isinstance(x, Quantized) else None for x in tensors]
-                arguments |= unwrapped(owners, arguments)
-                validation.check_tensors(**owners)
-                dtype = _gradient_dtype(quantized, owners, arguments)
-                if dtype is not None:
-                    if score_fn is not None:
-                        raise ValueError("a call with gradients of straight_through=True takes no score_fn")
-                    pair = _attend_straight_through(quantized, owners, lengths, arguments, words, dtype)
-                    if weights is not None and returns_lse:  # there is no dropout
-                        return *pair, pair[0].new_empty(0)
-                    return pair if returns_lse else pair[0]
-                arguments |= {"mask": mask, "score_fn": score_fn}
-                arguments |= {"score_tensors": captured, "score_grad_fn": score_grad_fn}
-                return attend(owners, lengths, returns_lse, arguments, words, weights)
+                taken_out = {
+                    "mask": mask, "score_fn": score_fn, "score_tensors": captured, "score_grad_fn": score_grad_fn
+                }  # fmt: skip
+                return _attend_quantized(owners, lengths, returns_lse, arguments, taken_out, words, weights)
             validation.check_tensors(**owners)
         prepared: Any = autocast(*tensors)
         if layout == "bhsd" and first.dim() == 3:
@@ -249,6 +232,51 @@ def attend(
     if layout == "bhsd" and first.dim() == 3:
         return tuple(x.flatten(0, 1) for x in result) if returns_lse else result.flatten(0, 1)
     return result
+
+
+def _attend_dtensors(
+    owners: dict[str, Any],
+    lengths: Lengths,
+    returns_lse: bool,
+    arguments: dict[str, Any],
+    words: Words,
+    weights: Callable[..., torch.Tensor] | None,
+) -> Any:
+    """Run a call of DTensors: `attend` of each rank's shards."""
+    from diyfa.distributed.dtensor import attend_with_shards
+
+    def attend_shards(shards: tuple[Any, ...], lengths: Lengths, arguments: dict[str, Any]) -> Any:
+        return attend(dict(zip(owners, shards, strict=True)), lengths, returns_lse, arguments, words, weights)
+
+    return attend_with_shards(attend_shards, owners, lengths, arguments)
+
+
+def _attend_quantized(
+    owners: dict[str, Any],
+    lengths: Lengths,
+    returns_lse: bool,
+    arguments: dict[str, Any],
+    taken_out: dict[str, Any],
+    words: Words,
+    weights: Callable[..., torch.Tensor] | None,
+) -> Any:
+    """Run a call of which some tensors are `Quantized`: `attend` of their values, descales and means.
+
+    Gradients that go straight through have their own path. `taken_out`: the arguments that `attend` has taken out of
+    `arguments` for checked forms of them.
+    """
+    quantized = [x if isinstance(x, Quantized) else None for x in owners.values()]
+    arguments |= unwrapped(owners, arguments)
+    validation.check_tensors(**owners)
+    dtype = _gradient_dtype(quantized, owners, arguments)
+    if dtype is None:
+        return attend(owners, lengths, returns_lse, arguments | taken_out, words, weights)
+    if taken_out["score_fn"] is not None:
+        raise ValueError("a call with gradients of straight_through=True takes no score_fn")
+    pair = _attend_straight_through(quantized, owners, lengths, arguments, words, dtype)
+    if weights is not None and returns_lse:  # there is no dropout
+        return *pair, pair[0].new_empty(0)
+    return pair if returns_lse else pair[0]
 
 
 def _gradient_dtype(

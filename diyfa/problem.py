@@ -169,8 +169,8 @@ class AttentionProblem(_AttentionShape, _Problem):
 
     `window_left` and `window_right` are normalised: -1 is unbounded, causal is `window_right == 0`. `dtype` is the
     short name ("float16"). `aligned` says that all base addresses and all strides but the last of q, k and v are
-    multiples of 16 bytes, as TMA needs; `aligned_gradients` says it of the buffers of dq, dk and dv. `few_steps` is
-    `has_few_steps` of q, k and v with `seq_lens`, else True. In the layout "thd" `batch` counts the sequences,
+    multiples of 16 bytes, as TMA needs; `aligned_gradients` says it of the buffers of dq, dk and dv. `few_steps`: with
+    `seq_lens`, `has_few_steps` of q, k and v; else True. In the layout "thd" `batch` counts the sequences,
     `seqlen_q` and `seqlen_k` are the longest lengths, `total_q` and `total_k` the rows of the packed tensors (0 in
     other layouts).
     """
