@@ -34,11 +34,11 @@ RARE = (
     "q_descale", "k_descale", "v_descale", "k_mean", "v_mean", "out_dtype", "mask", "score_fn", "score_tensors",
     "score_grad_fn",
 )  # fmt: skip
-Input = torch.Tensor | Quantized
+Input = torch.Tensor | Quantized  # Quantized: float8 or int8 values with their descale and mean
 
 
 class Words(NamedTuple):
-    """The names that a family of public functions has for some arguments, for messages."""
+    """Names of arguments as messages show them: diyfa's by default, or flash_attn's (`flash_attn_interface.py`)."""
 
     returns_lse: str = "return_lse"
     scale: str = "sm_scale"
@@ -49,7 +49,7 @@ WORDS = Words()
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast float32 tensors to the dtype of torch.autocast inside of it, as PyTorch's attention does."""
+    """Return the tensors, inside torch.autocast with float32 ones cast to its dtype, as PyTorch's attention does."""
     if torch.float32 not in [x.dtype for x in tensors]:
         return tensors
     dtype = autocast_dtype(tensors[0])
@@ -78,8 +78,7 @@ def checked_options(
     """Check every argument of one call and fill in the defaults.
 
     `options` are fields of `AttentionOptions`, but `causal` and `window` are as in the public functions, and the scale
-    and the backend may be None. The function changes the dictionary. It draws a state of the dropout mask if none is
-    given.
+    and the backend may be None. The function changes the dictionary, and draws `rng_state` if dropout needs one.
     """
     sizes = validation.check_shapes(q, k, v, lengths, options["layout"])
     sm_scale, softcap, dropout_p = options.get("sm_scale"), options.get("softcap", 0.0), options.get("dropout_p", 0.0)
@@ -124,7 +123,7 @@ def checked_options(
 def _as_4d(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seq_lens: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    """Return q, k, v with a batch dimension: (B·H, S, D) become B samples, as many as seq_lens has, or one."""
+    """Return 3-D q, k, v (B·H, S, D) as (B, H, S, D), others as they are. B is the length of seq_lens, or 1."""
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         return q, k, v
     if seq_lens is not None:
@@ -148,9 +147,17 @@ def attend(
 ) -> Any:
     """Run one call of a public function -> out, or (out, lse).
 
-    `owners` are q, k and v by name, or the tensors that pack them. `arguments` are all other arguments and the layout,
-    under diyfa's names; the function changes them. With `weights`, the result of `weights(q, k, lse, lengths, options)`
-    follows lse, or a tensor without elements if there is no dropout.
+    1. Form the key of the call from the tensors as they are given, and look its plan up.
+    2. Without a plan: pass DTensors and `Quantized` to their own paths. Cast for autocast, make 3-D tensors 4-D, split
+       packed ones. If that gave other tensors, look up the plan of these.
+    3. With a plan, check values of lengths and run it. Without, check every argument, make the plan, store it and run
+       it. A call that has no key (something traces or transforms it) goes through the operators.
+
+    Args:
+        owners: {"q": q, "k": k, "v": v}, or the tensors that pack them: {"q": q, "kv": kv} or {"qkv": qkv}.
+        arguments: all other arguments and the layout, under diyfa's names. The function changes them.
+        weights: with `returns_lse`, the result of `weights(q, k, lse, lengths, options)` follows lse if the call has
+            dropout, else a tensor without elements.
     """
     first, *others = tensors = tuple(owners.values())
     layout, packing = arguments["layout"], ("qkv", "kv", "")[len(others)]
@@ -177,7 +184,7 @@ def attend(
         key = call_key(q, k, v, lengths, arguments.values(), optional)
         plan = find(key)
     if plan is None:
-        if key is None:  # with a key they are dense tensors
+        if key is None:  # a key is made of dense tensors only
             if any(validation.is_dtensor(x) for x in tensors):
                 if mask is not None:
                     raise ValueError("DTensors take no mask: give each rank's part, .to_local(), with its own mask")
@@ -185,55 +192,39 @@ def attend(
                     raise ValueError(
                         "DTensors take no score_fn, whose positions are those of the whole: use .to_local()"
                     )
-                from diyfa.distributed.dtensor import attend_with_shards
-
-                def attend_shards(shards: tuple[Any, ...], lengths: Lengths, arguments: dict[str, Any]) -> Any:
-                    return attend(
-                        dict(zip(owners, shards, strict=True)), lengths, returns_lse, arguments, words, weights
-                    )
-
-                return attend_with_shards(attend_shards, owners, lengths, arguments)
+                return _attend_dtensors(owners, lengths, returns_lse, arguments, words, weights)
             if any(isinstance(x, Quantized) for x in tensors):
-                quantized = [x if isinstance(x, Quantized) else None for x in tensors]
-                arguments |= unwrapped(owners, arguments)
-                validation.check_tensors(**owners)
-                dtype = _gradient_dtype(quantized, owners, arguments)
-                if dtype is not None:
-                    if score_fn is not None:
-                        raise ValueError("a call with gradients of straight_through=True takes no score_fn")
-                    pair = _attend_straight_through(quantized, owners, lengths, arguments, words, dtype)
-                    if weights is not None and returns_lse:  # there is no dropout
-                        return *pair, pair[0].new_empty(0)
-                    return pair if returns_lse else pair[0]
-                arguments |= {"mask": mask, "score_fn": score_fn}
-                arguments |= {"score_tensors": captured, "score_grad_fn": score_grad_fn}
-                return attend(owners, lengths, returns_lse, arguments, words, weights)
+                taken_out = {
+                    "mask": mask, "score_fn": score_fn, "score_tensors": captured, "score_grad_fn": score_grad_fn
+                }  # fmt: skip
+                return _attend_quantized(owners, lengths, returns_lse, arguments, taken_out, words, weights)
             validation.check_tensors(**owners)
-        cast: Any = autocast(*tensors)
+        prepared: Any = autocast(*tensors)
         if layout == "bhsd" and first.dim() == 3:
-            q, k, v = cast
-            cast = _as_4d(q, k, v, lengths.seq_lens)
-        q, k, v = _views(packing, cast, list(owners), layout) if packing else cast
+            q, k, v = prepared
+            prepared = _as_4d(q, k, v, lengths.seq_lens)
+        q, k, v = _views(packing, prepared, list(owners), layout) if packing else prepared
         if packing or q is not tensors[0] or k is not tensors[1] or v is not tensors[2]:
             key = call_key(q, k, v, lengths, arguments.values(), optional)
             plan = find(key)
-        tensors = cast
-    one, two, three = (*tensors, None, None)[:3]
+        tensors = prepared
+    q_owner, k_owner, v_owner = (*tensors, None, None)[:3]
     if not returns_lse:
         weights = None
     if plan is not None and (weights is None or not arguments["dropout_p"]):  # weights need the state of the mask
         if optional:
             validation.check_values(lengths, q, k, layout)
-        result = ops.run_plan(plan, (one, two, three), optional, returns_lse)
+        result = ops.run_plan(plan, (q_owner, k_owner, v_owner), optional, returns_lse)
         if weights is not None:
             result = (*result, q.new_empty(0))
     else:
         options = checked_options(q, k, v, lengths, arguments, words)
         if key is not None and not is_described_only(q):
             plan = ops.plan_of(q, k, v, lengths, options, key)
-            result = ops.run_plan(plan, (one, two, three), optional_tensors(lengths, options), returns_lse)
+            given = optional_tensors(lengths, options)
+            result = ops.run_plan(plan, (q_owner, k_owner, v_owner), given, returns_lse)
         else:
-            result = ops.attend(one, two, three, lengths, options)
+            result = ops.attend(q_owner, k_owner, v_owner, lengths, options)
             result = result if returns_lse else result[0]
         if weights is not None:
             weight_tensor = weights(q, k, result[1], lengths, options) if options.dropout_p else q.new_empty(0)
@@ -243,11 +234,59 @@ def attend(
     return result
 
 
+def _attend_dtensors(
+    owners: dict[str, Any],
+    lengths: Lengths,
+    returns_lse: bool,
+    arguments: dict[str, Any],
+    words: Words,
+    weights: Callable[..., torch.Tensor] | None,
+) -> Any:
+    """Run a call of DTensors: `attend` of each rank's shards."""
+    from diyfa.distributed.dtensor import attend_with_shards
+
+    def attend_shards(shards: tuple[Any, ...], lengths: Lengths, arguments: dict[str, Any]) -> Any:
+        return attend(dict(zip(owners, shards, strict=True)), lengths, returns_lse, arguments, words, weights)
+
+    return attend_with_shards(attend_shards, owners, lengths, arguments)
+
+
+def _attend_quantized(
+    owners: dict[str, Any],
+    lengths: Lengths,
+    returns_lse: bool,
+    arguments: dict[str, Any],
+    taken_out: dict[str, Any],
+    words: Words,
+    weights: Callable[..., torch.Tensor] | None,
+) -> Any:
+    """Run a call of which some tensors are `Quantized`: `attend` of their values, descales and means.
+
+    Gradients that go straight through have their own path. `taken_out`: the arguments that `attend` has taken out of
+    `arguments` for checked forms of them.
+    """
+    quantized = [x if isinstance(x, Quantized) else None for x in owners.values()]
+    arguments |= unwrapped(owners, arguments)
+    validation.check_tensors(**owners)
+    dtype = _gradient_dtype(quantized, owners, arguments)
+    if dtype is None:
+        return attend(owners, lengths, returns_lse, arguments | taken_out, words, weights)
+    if taken_out["score_fn"] is not None:
+        raise ValueError("a call with gradients of straight_through=True takes no score_fn")
+    pair = _attend_straight_through(quantized, owners, lengths, arguments, words, dtype)
+    if weights is not None and returns_lse:  # there is no dropout
+        return *pair, pair[0].new_empty(0)
+    return pair if returns_lse else pair[0]
+
+
 def _gradient_dtype(
     quantized: list[Quantized | None], owners: dict[str, Any], arguments: dict[str, Any]
 ) -> torch.dtype | None:
-    """Return the dtype of the backward pass of a call of quantised tensors, or None if no gradient goes straight
-    through. `owners` are the values, and all else that is no `Quantized`."""
+    """Return the dtype of the backward pass of a call of quantised tensors, or None if it has none (straight_through).
+
+    `quantized`: for each of q, k and v the `Quantized` that was given, or None. `owners`: the values of these, and the
+    tensors that were given as such.
+    """
     sources = [x.source for x in quantized if x is not None and x.source is not None]
     if not sources or not ops.wants_grad(*sources, *map(arguments.get, DIFFERENTIABLE)):
         return None
@@ -269,15 +308,15 @@ def _attend_straight_through(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a call of quantised tensors with gradients of the inputs that they were made from -> (out, lse).
 
-    `owners` are the values, and `dtype` that of the backward pass.
+    `quantized` and `owners` as for `_gradient_dtype`, which returns `dtype`.
     """
     q, k, v = owners.values()
     if arguments["layout"] == "bhsd":
         q, k, v = _as_4d(q, k, v, lengths.seq_lens)
     with torch.no_grad():
         options = checked_options(q, k, v, lengths, arguments, words)
-    given = [None if x is None else x.source for x in quantized]
-    sources = [None if x is None else x.view(y.shape) for x, y in zip(given, (q, k, v), strict=True)]
+    sources = [None if x is None else x.source for x in quantized]
+    sources = [None if x is None else x.view(y.shape) for x, y in zip(sources, (q, k, v), strict=True)]
     out, lse = ops.attend_straight_through(sources, (q, k, v), lengths, options, dtype)
     if owners["q"].dim() == 3:
         return out.flatten(0, 1), lse.flatten(0, 1)
@@ -285,7 +324,7 @@ def _attend_straight_through(
 
 
 def _views(packing: str, tensors: tuple[torch.Tensor, ...], names: list[str], layout: str) -> tuple[torch.Tensor, ...]:
-    """Return q, k and v of checked tensors, as views of those that pack several: (…, 2 or 3, H, D) -> (…, H, D)."""
+    """Return q, k and v: the tensors, the last of them as views if it packs several, (…, 2 or 3, H, D) -> (…, H, D)."""
     if not packing:
         return tensors
     packed, n_packed = tensors[-1], len(packing)

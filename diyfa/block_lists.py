@@ -11,6 +11,8 @@ the keys is never full, so kernels need no other check for the end of the keys. 
   - the same for each block of keys (nk, 2 + nq), with query blocks.
 * `mask_bits` (P, BLOCK_Q, BLOCK_K / 32) int32. Bit j % 32 of word [i, j // 32] of a block is 1 if its query i sees its
   key j. Bits of rows and columns beyond the end are 0.
+
+`Selection` and `edge_blocks` are what `diyfa.select_blocks` and the backends' kernels for it share.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ CAPTURED_DTYPES = (
 )  # fmt: skip
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in ATTENTION_DTYPES}
-# Letter -> size of a call: "b" samples, "h" query heads, "g" KV heads, "q" queries, "k" keys, "d" and "e" features of k
-# and v.
+# Letter -> size of a call: "b" samples, "h" query heads, "g" KV heads, "q" queries, "k" keys, "d" features of k, "e"
+# features of v. `Shape` has letters for sizes that follow from these.
 Sizes = dict[str, int]
 
 
@@ -66,8 +66,11 @@ def _is_positive(value: float) -> bool:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shapes of an optional tensor, in letters: those of `Sizes`, "n" for B + 1, "2" for two, "o" for 2 + 4 B, "x"
-    and "y" for blocks of BLOCK_Q queries and of BLOCK_K keys."""
+    """The shapes of an optional tensor, in letters: ("h", "bh") is (H,) or (B, H).
+
+    Besides those of `Sizes` these are "n": B + 1 offsets; "2" and "o": 2 and 2 + 4 B numbers of a dropout state; "x"
+    and "y": blocks of BLOCK_Q queries and of BLOCK_K keys.
+    """
 
     letters: tuple[str, ...]
 
@@ -167,11 +170,12 @@ class Captured(Shape):
 class Feature:
     """One field of `Lengths` or `AttentionOptions`, or a feature that shapes decide.
 
-    `problem_field` is the field of `AttentionProblem` that it decides. `to_problem_value` maps its value to that field
-    (None: the value itself). `is_present` says whether a problem has it (None: if the problem's field is not 0, False
-    or ""). Kernels that do not implement it refuse such problems under `refusal_name`. `label` and `example` (changes
-    of a typical problem) make a row of the feature tables. `label` and `case` (changes of a typical
-    `diyfa.testing.AttentionCase`) make a trial of `diyfa validate` and of the first run on a new device.
+    * `problem_field`: the field of `AttentionProblem` that it decides; `to_problem_value` maps its value to that field
+      (None: the value itself).
+    * `is_present` says whether a problem has it (None: if the problem's field is not 0, False or ""). Kernels that do
+      not implement it refuse such problems under `refusal_name`.
+    * `label` and `example` (changes of a typical problem) make a row of the feature tables. `label` and `case` (changes
+      of a typical `diyfa.testing.AttentionCase`) make a trial of `diyfa validate` and of the first run on a new device.
     """
 
     name: str
@@ -350,8 +354,8 @@ Values = TypeVar("Values", bound=NamedTuple)  # options or tensors of a call, wh
 
 
 def for_sample(values: Values, b: int) -> Values:
-    """Return `values` for a call of sample b alone: the b-th row of each optional tensor with one for each sample, and
-    the score function of that sample."""
+    """Return `values` for a call of sample b alone, with row b of each optional tensor that has a row for each sample,
+    and the score function of that sample."""
     rows: dict[str, Any] = {}
     source: Any = getattr(values, "score_fn", None)
     if source:

@@ -61,7 +61,8 @@ def combined(function: Function, parts: Sequence[Any], is_all: bool) -> Function
     total: Terms = ((),) if is_all else ()
     for terms in terms_of_parts:
         assert terms is not None
-        if is_all and len(total) * len(terms) > MAX_NUMBERS + MAX_TENSORS:  # more than `fits`; they would multiply
+        # `fits` would refuse so many terms, and their number would grow with each product.
+        if is_all and len(total) * len(terms) > MAX_NUMBERS + MAX_TENSORS:
             return function
         total = tuple((*a, *b) for a in total for b in terms) if is_all else (*total, *terms)
     function.terms = total  # type: ignore[attr-defined]

@@ -106,7 +106,7 @@ class BlockMask:
         batch, heads, seqlen_q, seqlen_k = keep.shape
         shape = batch, heads, seqlen_q, seqlen_k
         is_dense = Comparison("dense", tuple(keep.stride()), (keep,))
-        return _made(((is_dense,),), shape, check_block_size(block_size), keep.device) or _build(
+        return _made_by_kernels(((is_dense,),), shape, check_block_size(block_size), keep.device) or _made_by_operators(
             lambda rows: keep[:, :, rows], shape, check_block_size(block_size), keep.device
         )
 
@@ -207,10 +207,10 @@ def check_block_size(block_size: Any) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def _made(
+def _made_by_kernels(
     terms: Terms | None, shape: tuple[int, int, int, int], block: tuple[int, int], device: torch.device
 ) -> BlockMask | None:
-    """Return the mask of `terms`, made by kernels of the device's backend, or None if these do not take it."""
+    """Return the mask of `terms`, made by kernels of the device's backend, or None if it has none for these terms."""
     if terms is None or 0 in shape or not fits(terms, shape[0], shape[2], shape[3], device):
         return None
     build = registry.optional_member(device, "build_mask")
@@ -219,13 +219,13 @@ def _made(
     return BlockMask(shape, *build(terms, shape, block, device))
 
 
-def _build(
+def _made_by_operators(
     evaluate: Callable[[slice], torch.Tensor],
     shape: tuple[int, int, int, int],
     block: tuple[int, int],
     device: torch.device,
 ) -> BlockMask:
-    """Return the mask of `shape`, made by PyTorch's operators. `evaluate` returns booleans (B, H, rows, Sk)."""
+    """Return the mask of `shape`, made by PyTorch's operators. `evaluate(rows)` returns booleans (B, H, rows, Sk)."""
     batch, heads, seqlen_q, seqlen_k = shape
     (block_q, block_k), (nq, nk) = block, n_blocks(seqlen_q, seqlen_k, block)
     bits = torch.empty(batch, heads, nq, nk, block_q, block_k // block_lists.WORD, dtype=torch.int32, device=device)
@@ -349,7 +349,8 @@ def block_mask(
             ) from None
 
     shape, block = (batch, heads, seqlen_q, seqlen_k), check_block_size(block_size)
-    return _made(terms_of(mask_fn), shape, block, mask_device) or _build(evaluate, shape, block, mask_device)
+    made = _made_by_kernels(terms_of(mask_fn), shape, block, mask_device)
+    return made or _made_by_operators(evaluate, shape, block, mask_device)
 
 
 # ---- Masks by name ---------------------------------------------------------------------------------------------------
@@ -620,7 +621,8 @@ def tree(parents: torch.Tensor, context: int = 0) -> MaskFunction:
     if isinstance(context, bool) or not isinstance(context, int) or context < 0:
         raise ValueError(f"context must be an integer of at least 0, got {context!r}")
     count = parents.shape[0]
-    # Row n of the matrix is the set of n's ancestors and n. Each step doubles the distance that it covers.
+    # Row n of `closure` is the set of n and its ancestors. Each product doubles the distance that it covers. Index
+    # `count` is the parent of roots. No token has it.
     above = torch.zeros(count + 1, count + 1, dtype=torch.float32, device=parents.device)
     above[torch.arange(count, device=parents.device), torch.where(parents < 0, count, parents).long()] = 1.0
     above[count] = 0.0

@@ -6,6 +6,16 @@ registry choose a kernel, allocates the results and launches the kernel. `torch.
 call costs a third of one of `custom_op`. Their autograd is a `torch.autograd.Function`, which eager calls use directly
 (a sixth of what `register_autograd` costs). It is also the operators' kernel for the Autograd key. So torch.compile and
 torch.export record the operator alone, and can still differentiate it.
+
+The path of a call of attention, from the public functions to `Kernel.launch`:
+
+    eager, with a plan   run_plan -> [_Attention.forward] -> _run_forward
+                         _Attention.backward -> _run_backward -> _backward_into
+    everything else      attend -> [_Attention.forward] -> forward -> [operator] -> _operator_forward -> _run_forward
+                         _Attention.backward -> differentiate -> [operator] -> _operator_backward -> _run_backward
+
+A gradient that is wanted adds `_Attention`, and tracing (or anything else that must see it) adds the operator.
+"Owners" are the tensors whose memory q, k and v are: q, k, v themselves, or with `packing` the tensors that pack them.
 """
 
 from __future__ import annotations
@@ -194,22 +204,25 @@ def _filled_outside_sequences(x: torch.Tensor, q: torch.Tensor, lengths: Lengths
 def fill_without_keys(
     sinks: torch.Tensor | None, q: torch.Tensor, lengths: Lengths, layout: str, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Fill out and lse of rows that see no key: with 0 and +inf, or with sinks 0 and the sink. A sink of -inf is none:
-    lse is +inf. A sink of +inf or NaN makes both NaN, as a softmax over an infinite score is."""
+    """Fill out and lse of rows that see no key: with 0 and +inf, or with sinks 0 and the sink.
+
+    A sink of -inf is none: lse is +inf. A sink of +inf or NaN makes both NaN, as a softmax over an infinite score is.
+    """
     if sinks is None:
         out.zero_()
         lse.fill_(_INF)
         return
-    lse_of_sink = torch.where(sinks == -_INF, _INF, sinks - sinks + sinks)
+    lse_of_sink = torch.where(sinks == -_INF, _INF, sinks - sinks + sinks)  # inf - inf is NaN
     lse.copy_(_filled_outside_sequences(lse_of_sink[:, None], q, lengths, _INF))
     out_of_sink = torch.where(lse_of_sink == lse_of_sink, 0.0, lse_of_sink)
     heads_first = out.transpose(0, 1) if layout == VARLEN else as_bhsd(out, layout)
     heads_first.copy_(_filled_outside_sequences(out_of_sink[:, None], q, lengths, 0.0)[..., None])
 
 
-def _launch_forward(
+def _operator_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> Pair:
+    """Run the forward pass of a call that comes through an operator, or could have."""
     plan = _operator_plan(q, k, v, lengths, options)
     return _run_forward(plan, q, k, v, _not_none(*optional_tensors(lengths, options)))
 
@@ -217,7 +230,10 @@ def _launch_forward(
 def _run_forward(
     plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, optional: Sequence[torch.Tensor]
 ) -> Pair:
-    """Run the forward pass of a plan. `optional`: the optional tensors that are given, in the order of the table."""
+    """Run the forward pass of a plan -> (out, lse). `optional`: the tensors of `plan.names`.
+
+    The first run launches the kernel; from the second on the plan's `repeat` does, if the kernel offers one.
+    """
     inputs = q, k, v, *optional
     if plan.repeat is not None:
         pair = plan.repeat([x.data_ptr() for x in inputs], inputs)
@@ -264,9 +280,10 @@ def _run_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
 ) -> list[torch.Tensor | None]:
-    """Run the backward pass of a plan. `saved`: q, k, v, out, lse.
+    """Run the backward pass of a plan. `saved`: q, k, v, out, lse. `optional`: the tensors of `plan.names`.
 
-    Returns [one to three tensors that contain dq, dk, dv, and None up to three, then gradients of optional tensors].
+    Returns the owners of dq, dk and dv, filled up to three with None, then the gradients of optional tensors, one for
+    each row of `GRADIENTS`, None if it is not wanted.
     """
     if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
         dout = dout.contiguous()
@@ -301,7 +318,7 @@ def _run_backward(
 def _empty_gradients(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return buffers for dq, dk, dv: (the tensors that own the memory, the three gradients in them).
+    """Return buffers for dq, dk, dv: (their owners, the three gradients as views of these).
 
     Packed gradients are laid out like flash_attn's packed inputs, with the 3 or 2 before the heads: (..., 3, H, D).
     """
@@ -340,11 +357,11 @@ def _backward_into(
         for x in _not_none(*(getattr(grads, name) for name in _FEATURE_GRADIENTS)):
             x.zero_()
         if grads.dsinks is not None:  # without keys the log-sum-exp is the sink itself
-            rest = (0, 2) if lse.dim() == 3 else (1,)
+            all_but_heads = (0, 2) if lse.dim() == 3 else (1,)
             dlse = torch.zeros_like(lse) if dlse is None else _filled_outside_sequences(dlse, q, lengths, 0.0)
             sinks = options.sinks
             assert sinks is not None, "dsinks are asked for where there are sinks"
-            grads.dsinks.copy_(torch.where(sinks == -_INF, 0.0, dlse.sum(rest) + (sinks - sinks)))
+            grads.dsinks.copy_(torch.where(sinks == -_INF, 0.0, dlse.sum(all_but_heads) + (sinks - sinks)))
         return
     if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
         dout = dout.contiguous()
@@ -362,14 +379,14 @@ def _empty_feature_gradients(options: AttentionOptions) -> dict[str, torch.Tenso
     return buffers
 
 
-def _gradients(
+def _operator_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     saved: tuple[torch.Tensor, ...],
     lengths: Lengths,
     options: AttentionOptions,
 ) -> list[torch.Tensor | None]:
-    """Run the backward pass of a call that comes through an operator. Returns what `_run_backward` returns."""
+    """Run the backward pass of a call that comes through an operator, or could have. Returns as `_run_backward`."""
     q, k, v, _, _ = saved
     plan = _operator_plan(q, k, v, lengths, options)
     return _run_backward(plan, saved, _not_none(*optional_tensors(lengths, options)), dout, dlse)
@@ -379,13 +396,13 @@ def _gradients(
 
 
 def _attention_fwd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair:
-    return _launch_forward(*UNPACK[packing](q, k, v), *unpack(features, packing))
+    return _operator_forward(*UNPACK[packing](q, k, v), *unpack(features, packing))
 
 
 def _attention_bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> Any:
     """Return all gradients. An operator returns tensors only: one without elements stands for no gradient."""
     packing, *features = rest
-    gradients = _gradients(dout, dlse, (q, k, v, out, lse), *unpack(features, packing))
+    gradients = _operator_backward(dout, dlse, (q, k, v, out, lse), *unpack(features, packing))
     return tuple(dout.new_empty(0) if x is None else x for x in gradients)
 
 
@@ -438,14 +455,14 @@ def _not_none(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 def forward(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
-    """Call the forward operator, or directly the function that it would call. q, k and v are views."""
+    """Call the forward operator, or directly its function if nothing has to see the operator. q, k and v are views."""
     if runs_eagerly(q, k, v, *_not_none(*optional_tensors(lengths, options))):
-        return _launch_forward(q, k, v, lengths, options)
+        return _operator_forward(q, k, v, lengths, options)
     return _fwd(q, k, v, "", *pack(lengths, options))
 
 
 class _Unplanned(NamedTuple):
-    """The arguments, but for tensors, of a call without a plan. Its operators choose the kernels."""
+    """The arguments, without tensors, of a call without a plan. Its operators choose the kernels."""
 
     lengths: Lengths
     options: AttentionOptions
@@ -506,13 +523,13 @@ def differentiate(
     lengths: Lengths,
     options: AttentionOptions,
 ) -> Any:
-    """Return `_gradients` of one call. `owners` are the tensors that contain q, k, v; `results` are out and lse."""
+    """Return `_operator_backward` of one call, called directly or through the operator. `results`: out and lse."""
     dout, dlse = grads
     if dout is None:
         dout = torch.zeros_like(results[0])
     saved = (*UNPACK[options.packing](*owners), *results)
     if runs_eagerly(*_not_none(dout, dlse, *owners, *optional_tensors(lengths, options))):
-        return _gradients(dout, dlse, saved, lengths, options)
+        return _operator_backward(dout, dlse, saved, lengths, options)
     return _bwd(dout, dlse, *saved, options.packing, *pack(lengths, options))
 
 
@@ -606,9 +623,9 @@ def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any
     or the other way round."""
     if differentiates_forward() or wants_grad(q, k, v, *tensors_among(features)):
         lengths, options = unpack(features, packing)
-        wanted = [gate for name, gate in DIFFERENTIABLE.items() if gate and wants_grad(getattr(options, name))]
-        learned: dict[str, Any] = {gate: gate in wanted for gate in DIFFERENTIABLE.values() if gate}
-        options = options._replace(needs_grad=True, **learned)
+        asked = [gate for name, gate in DIFFERENTIABLE.items() if gate and wants_grad(getattr(options, name))]
+        gates: dict[str, Any] = {gate: gate in asked for gate in DIFFERENTIABLE.values() if gate}
+        options = options._replace(needs_grad=True, **gates)
         return _apply(q, k, v, lengths, options)
     if runs_eagerly(*_not_none(q, k, v, *tensors_among(features))):  # in a compiled program
         return _attention_fwd(q, k, v, packing, *features)
@@ -637,7 +654,7 @@ def run_plan(
     optional: Sequence[torch.Tensor | None],
     return_lse: bool,
 ) -> Any:
-    """Run a call that `plan` was made for -> out, or (out, lse). `owners` are q, k and v, or tensors that pack them."""
+    """Run a call that `plan` was made for -> out, or (out, lse). `owners`: three, None where fewer pack q, k and v."""
     present: Sequence[torch.Tensor] = ()
     if plan.names:
         present = [x for x in optional if x is not None]
@@ -659,9 +676,9 @@ def _sees_operators_only() -> bool:
 
 
 def attend(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
-    """Compute attention of checked inputs -> (out, lse), differentiable if `options` say so.
+    """Compute attention of checked inputs without a plan -> (out, lse), differentiable if `options` say so.
 
-    q, k and v are the tensors that own the memory: with `options.packing` some are None.
+    q, k and v are the owners: with `options.packing` some are None.
     """
     if _sees_operators_only():
         return _fwd(q, k, v, options.packing, *pack(lengths, options))

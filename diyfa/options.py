@@ -95,9 +95,6 @@ _problem_rules = [  # (field, rule, value of the field without a tensor)
 _preparations = [feature.prepared for feature in TENSORS]
 
 
-# The next functions list the fields in the order of the table: torch.compile traces them, and not loops over the table.
-
-
 ACTIVATIONS = ("relu", "gelu", "silu")
 
 
@@ -121,6 +118,10 @@ MATMUL_SCHEMA = (
 )
 
 
+# `optional_tensors` to `unpack` list the fields in the order of the table, because torch.compile does not trace loops
+# over the table.
+
+
 def optional_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[torch.Tensor | None, ...]:
     """Return all optional tensors or None, in the order of the table."""
     return (
@@ -139,8 +140,8 @@ def optional_from_arguments(lengths: Lengths, arguments: dict[str, Any]) -> tupl
     )  # fmt: skip
     q_descale, k_descale, v_descale = arguments.get("q_descale"), arguments.get("k_descale"), arguments.get("v_descale")
     k_mean, v_mean = arguments.get("k_mean"), arguments.get("v_mean")
-    nothing = slopes is bias is sinks is state is q_descale is k_descale is v_descale is k_mean is v_mean is None
-    if lengths is NO_LENGTHS and nothing and blocks is None and not arguments.get("score_fn"):
+    has_none = slopes is bias is sinks is state is q_descale is k_descale is v_descale is k_mean is v_mean is None
+    if lengths is NO_LENGTHS and has_none and blocks is None and not arguments.get("score_fn"):
         return ()
     return (
         lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seq_lens, slopes, bias, sinks, state, q_descale, k_descale,

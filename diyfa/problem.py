@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[int, int, int, int]] = {
 }
 # Sequences packed one after another, (T, H, D), without a batch dimension: cu_seqlens has their offsets (flash_attn).
 VARLEN = "thd"
-MAX_STEPS = 0x7FFF0000  # the most that 32-bit coordinates of a TMA descriptor count
+MAX_STEPS = 0x7FFF0000  # the most steps (`RowSteps`) that 32-bit coordinates of a TMA descriptor count
 Function = TypeVar("Function", bound=Callable[..., Any])
 P = TypeVar("P", bound="_Problem")
 
@@ -47,7 +47,7 @@ def cached_per_problem(function: Function) -> Function:
     name = f"{function.__module__}.{function.__qualname__}"
 
     @wraps(function)
-    def answer(problem: Any, *arguments: Any) -> Any:
+    def cached(problem: Any, *arguments: Any) -> Any:
         results = problem.__dict__.get("_cached")
         if results is None:
             results = problem.__dict__["_cached"] = {}
@@ -57,22 +57,22 @@ def cached_per_problem(function: Function) -> Function:
             result = results[name, arguments] = function(problem, *arguments)
             return result
 
-    return cast(Function, answer)
+    return cast(Function, cached)
 
 
 def cached_per_kind(function: Function) -> Function:
-    """Make `function`, which reads no sizes of a problem, get the problem's kind and compute once for each kind."""
+    """Make `function`, which reads no sizes of a problem, get the problem's `kind` and compute once for each kind."""
 
     @wraps(function)
-    def answer(problem: Any, *arguments: Any) -> Any:
-        results = problem.kind.answers
+    def cached(problem: Any, *arguments: Any) -> Any:
+        results = problem.kind.cached_results
         try:
             return results[function, arguments]
         except KeyError:
             result = results[function, arguments] = function(problem.kind, *arguments)
             return result
 
-    return cast(Function, answer)
+    return cast(Function, cached)
 
 
 class _Fields(NamedTuple):
@@ -91,8 +91,8 @@ KINDS = 4096  # entries of `_kinds`, at most
 class _Problem:
     """The fields and methods that every problem has."""
 
-    SIZES: ClassVar[tuple[str, ...]] = ()
-    FIELDS: ClassVar[_Fields]  # by `_describe_fields`
+    SIZES: ClassVar[tuple[str, ...]] = ()  # fields that `kind` leaves out, such as lengths
+    FIELDS: ClassVar[_Fields]  # by `_set_fields`
 
     device_type: str
     arch: str  # "sm_90", "Ascend910B3", "cpu"
@@ -125,7 +125,7 @@ class _Problem:
             kind = self.replace(**dict.fromkeys(self.SIZES))
             if "window_left" in values:
                 kind.__dict__.update(window_left=-1 if left < 0 else 0, window_right=min(right, 1))
-            kind.__dict__.update(kind=kind, answers={})
+            kind.__dict__.update(kind=kind, cached_results={})
             _kinds[key] = kind
         return kind
 
@@ -133,10 +133,10 @@ class _Problem:
         """Return the fields only: a copy, or another process, makes its own decisions."""
         return {name: self.__dict__[name] for name in self.FIELDS.names}
 
-    def described_as(self, kind: type[P], **others: Any) -> P:
+    def described_as(self, problem_class: type[P], **others: Any) -> P:
         """Return this call as a problem of another class: the fields that both have, and `others`."""
-        shared = {each.name for each in fields(kind)} & {each.name for each in fields(self)}
-        return kind(**{name: getattr(self, name) for name in shared} | others)
+        shared = {each.name for each in fields(problem_class)} & {each.name for each in fields(self)}
+        return problem_class(**{name: getattr(self, name) for name in shared} | others)
 
 
 class _AttentionShape:
@@ -169,8 +169,8 @@ class AttentionProblem(_AttentionShape, _Problem):
 
     `window_left` and `window_right` are normalised: -1 is unbounded, causal is `window_right == 0`. `dtype` is the
     short name ("float16"). `aligned` says that all base addresses and all strides but the last of q, k and v are
-    multiples of 16 bytes, as TMA needs; `aligned_gradients` says it of the buffers of dq, dk and dv. `few_steps` is
-    `has_few_steps` of q, k and v with `seq_lens`, else True. In the layout "thd" `batch` counts the sequences,
+    multiples of 16 bytes, as TMA needs; `aligned_gradients` says it of the buffers of dq, dk and dv. `few_steps`: with
+    `seq_lens`, `has_few_steps` of q, k and v; else True. In the layout "thd" `batch` counts the sequences,
     `seqlen_q` and `seqlen_k` are the longest lengths, `total_q` and `total_k` the rows of the packed tensors (0 in
     other layouts).
     """
@@ -311,15 +311,15 @@ class MatmulProblem(_Problem):
     activation: str | None = None  # one of `diyfa.options.ACTIVATIONS`
 
 
-def _describe_fields(kind: type[_Problem]) -> None:
-    every = fields(kind)
-    key_names = [each.name for each in every if each.name not in {*kind.SIZES, "window_left", "window_right"}]
+def _set_fields(problem_class: type[_Problem]) -> None:
+    every = fields(problem_class)
+    key_names = [each.name for each in every if each.name not in {*problem_class.SIZES, "window_left", "window_right"}]
     defaults = {each.name: each.default for each in every if each.default is not MISSING}
-    kind.FIELDS = _Fields(tuple(each.name for each in every), defaults, itemgetter(*key_names))
+    problem_class.FIELDS = _Fields(tuple(each.name for each in every), defaults, itemgetter(*key_names))
 
 
-for _kind in (AttentionProblem, KVCacheProblem, MatmulProblem):
-    _describe_fields(_kind)
+for _problem_class in (AttentionProblem, KVCacheProblem, MatmulProblem):
+    _set_fields(_problem_class)
 
 
 class AttentionTensors(NamedTuple):

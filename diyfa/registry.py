@@ -29,7 +29,7 @@ BUILTIN_BACKENDS: dict[str, str] = {
     "cpu": "diyfa.backends.cpu",
 }
 OPS = ("attention_fwd", "attention_bwd", "kvcache_fwd", "kvcache_append", "matmul")
-IN_THE_MODE = "split_kv"  # the forward kernel that every backend has for `batch_invariant`
+BATCH_INVARIANT_KERNEL = "split_kv"  # the forward kernel that every backend has for `batch_invariant`
 # Backends that run only if the caller names them: correct everywhere, fast nowhere.
 EXPLICIT_ONLY = frozenset({"cpu"})
 
@@ -41,8 +41,9 @@ class _Forced(threading.local):
     """The open blocks of this thread. They are in no ContextVar: torch.compile cannot trace those."""
 
     def __init__(self) -> None:
-        self.blocks: tuple[list[str], ...] = ()  # of `use_backend`, innermost last; lists, so that equal names differ
-        self.invariant = 0  # number of `batch_invariant`'s
+        # [name] of each `use_backend`, innermost last. Lists, because equal names must differ by identity.
+        self.blocks: tuple[list[str], ...] = ()
+        self.invariant = 0  # number of open `batch_invariant` blocks
 
 
 _forced = _Forced()

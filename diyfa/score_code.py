@@ -7,10 +7,25 @@
 * the gradients of captured tensors: the derivative by each value that the function loads, times the gradient of the
   score, is added at the offset of the load.
 
-This module makes their text. A backend's `Spelling` says how its kernels pass arguments. Its module has the functions
-that the text calls: `load_captured`, `add_gradient`, `number`, `precise_tanh`. If the module has a `JIT`, that makes
-the jit function in place of `triton.jit`. Kernels have the functions among their constants, as `JitSource`: text, which
-is in the key of the binary.
+This module makes their text. For `score + tl.load(table + h * 255 + (i - j))` the CUDA backend gets
+
+    def relative_value_…(score, b, h, i, j, seen, captured):
+        t0 = captured[0]
+        v0 = h * (255)
+        v1 = i - j
+        v2 = v0 + v1
+        v3 = load_captured(t0, v2, seen)
+        v4 = score + v3
+        return v4
+
+and, for the gradient of the table, the same lines and `add_gradient(gradients[0], v2, ds, 1.0, seen)` in place of the
+last. Arguments are tiles: scores [rows, columns], i [rows, 1], j [1, columns], b and h scalars. `seen` is three masks:
+the visible pairs, the rows that exist, the columns that exist.
+
+A backend's `Spelling` says how its kernels pass arguments. Its module has the functions that the text calls:
+`load_captured`, `add_gradient`, `number`, `precise_tanh`. If the module has a `JIT`, that makes the jit function in
+place of `triton.jit`. Kernels have the functions among their constants, as `JitSource`: text, which is in the key of
+the binary.
 """
 
 from __future__ import annotations
@@ -71,56 +86,59 @@ class Spelling:
 
     module: str
     arguments: str  # of the function and of its derivative
-    gradient_arguments: str  # of the gradients, behind these
-    seen: str  # which pairs are visible, which rows exist, which columns exist
-    load_line: str = "load_captured"  # reads consecutive elements, one for each row or for each column
-    captured: str = ""  # expression of a captured tensor's pointer, unless t{n} is an argument
+    gradient_arguments: str  # those of the gradients besides ds and `arguments`, behind them
+    seen: str  # expression of the three masks
+    load_line: str = "load_captured"  # function that reads consecutive elements, one for each row or for each column
+    captured: str = ""  # expression of a captured tensor's pointer; "": the argument t{n} is the pointer
     gradient: str = "g{n}"  # expression of the pointer to its gradient
 
 
-_LINES = ((1, 0), (0, 1))  # steps of consecutive elements, one for each row or for each column
+Step = tuple[int, int]  # growth of a number from one query to the next, and from one key to the next
+_CONSTANT: Step = (0, 0)  # equal for all pairs of a tile
+_LINES: tuple[Step, ...] = ((1, 0), (0, 1))  # an offset of such a step reads a line: one element for each row or column
 
 
-def _steps(program: Program) -> dict[str, tuple[int, int] | None]:
-    """Return {name: (growth with i, growth with j)} of the numbers of a program.
+def _steps(program: Program) -> dict[str, Step | None]:
+    """Return {name: its step} for the parameters and lines of a program: i has (1, 0), i + 5 too, h * 255 has (0, 0).
 
-    None: it depends on both, its growth is not constant, or it is equal for all pairs but has the shape of rows or
-    columns."""
-    known: dict[str, tuple[int, int] | None] = {"b": (0, 0), "h": (0, 0), "i": (1, 0), "j": (0, 1), "score": None}
+    None: the number depends on both i and j, its growth is not constant, or it is equal for all pairs but has the shape
+    of rows or columns, as i - i does."""
+    steps: dict[str, Step | None] = {"b": _CONSTANT, "h": _CONSTANT, "i": (1, 0), "j": (0, 1), "score": None}
     for target, name, operands in program.lines:
-        forms = [known[x] if isinstance(x, str) else (0, 0) for x in (operands[1:] if name == LOAD else operands)]
-        linear = [x for x in forms if x is not None]
-        form: tuple[int, int] | None = None
-        if all(x == (0, 0) for x in forms):
-            form = (0, 0)
-        elif len(linear) == len(forms):
+        values = operands[1:] if name == LOAD else operands
+        of_operands = [steps[x] if isinstance(x, str) else _CONSTANT for x in values]
+        linear = [x for x in of_operands if x is not None]
+        step: Step | None = None
+        if all(x == _CONSTANT for x in of_operands):
+            step = _CONSTANT
+        elif len(linear) == len(of_operands):
             if name in ("add", "sub"):
                 (i, j), (other_i, other_j) = linear
                 sign = 1 if name == "add" else -1
                 mixed = (i or other_i) and (j or other_j)
                 total = (i + sign * other_i, j + sign * other_j)
-                form = None if mixed or total == (0, 0) else total
+                step = None if mixed or total == _CONSTANT else total
             elif name in ("to_int32", "to_int64"):
-                (form,) = linear
-        known[target] = form
-    return known
+                (step,) = linear
+        steps[target] = step
+    return steps
 
 
-def _step(program: Program, offset: Operand) -> tuple[int, int] | None:
-    return _steps(program)[offset] if isinstance(offset, str) else (0, 0)
+def _step(program: Program, offset: Operand) -> Step | None:
+    return _steps(program)[offset] if isinstance(offset, str) else _CONSTANT
 
 
 @lru_cache(maxsize=256)
 def gathered_loads(source: str, has_mask: bool = False) -> int:
     """Return how many loads gather: they read an element for each pair of a query and a key, at any offset.
 
-    Of the function or of its derivative, whichever has more. `has_mask`: a block mask may leave any rows of a tile, so
-    an element for each row is gathered, too.
+    The number is that of the function or of its derivative, whichever has more. `has_mask`: a block mask may leave any
+    rows of a tile, so a load of an element for each row gathers, too.
     """
     lines = _LINES[has_mask:]
     return max(
         sum(
-            line.operation == LOAD and _step(program, line.operands[1]) not in ((0, 0), *lines)
+            line.operation == LOAD and _step(program, line.operands[1]) not in (_CONSTANT, *lines)
             for line in program.lines
         )
         for program in programs(source)
@@ -158,8 +176,9 @@ def _function(program: Program, spelling: Spelling) -> JitSource:
 
 
 def _named(program: Program, kind: str, arguments: str, body: list[str], spelling: Spelling) -> JitSource:
-    given = [f"t{n} = {spelling.captured.format(n=n)}" for n in range(program.tensors)] if spelling.captured else []
-    text = "\n".join(f"    {line}" for line in (*given, *body))
+    """Return the source of a function that first gives pointers their names. `kind`: a word for its name."""
+    pointers = [f"t{n} = {spelling.captured.format(n=n)}" for n in range(program.tensors)] if spelling.captured else []
+    text = "\n".join(f"    {line}" for line in (*pointers, *body))
     digest = blake2b(f"{text}\n{_keys_of_called(spelling)}".encode(), digest_size=16).hexdigest()
     name = f"{program.name}_{kind}_{digest}"
     return JitSource(name, f"def {name}({arguments}):\n{text}\n", spelling.module)
@@ -167,7 +186,7 @@ def _named(program: Program, kind: str, arguments: str, body: list[str], spellin
 
 @lru_cache
 def _keys_of_called(spelling: Spelling) -> str:
-    """Return Triton's keys of the functions that texts call, "" where Triton's interpreter runs them.
+    """Return Triton's keys of the functions that texts call, "" if Triton's interpreter runs them.
 
     Triton's key of a kernel has only the name of a text's function. Without these keys its cache would return a kernel
     with an older version of what the text calls.

@@ -44,8 +44,7 @@ _LN2 = math.log(2)
 
 Operand = str | bool | int | float  # a name or a number
 Emit = Callable[..., Operand]  # (operation, *operands) -> name of its result
-# (emit, result, operands) -> a partial derivative of an operation
-Partial = Callable[..., Operand]
+Partial = Callable[..., Operand]  # (emit, result of an operation, *its operands) -> one of its partial derivatives
 
 
 class Operation(NamedTuple):
@@ -75,7 +74,7 @@ def _function(function: Callable[..., Any], spelling: str, partial: Partial) -> 
 
 
 def _chosen(comparison: str) -> tuple[Partial, Partial]:
-    """Return the partial derivatives of a minimum or maximum. Equal operands have one half each."""
+    """Return the partial derivatives of a minimum ("lt") or maximum ("gt"). Equal operands have one half each."""
 
     def share(e: Emit, first: Operand, second: Operand) -> Operand:
         return e("where", e("eq", first, second), 0.5, e("where", e(comparison, first, second), 1.0, 0.0))
@@ -102,7 +101,7 @@ def _divide_integers(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 OPERATIONS = {
     "add": _binary(operator.add, "+", lambda e, out, x, y: 1.0, lambda e, out, x, y: 1.0),
     "sub": _binary(_subtract, "-", lambda e, out, x, y: 1.0, lambda e, out, x, y: -1.0),
-    # Comparisons and integers are factors, too, but sums of tangents are of numbers.
+    # A factor may be a comparison or an integer, but tangents are added as floating-point numbers.
     "mul": _binary(
         operator.mul, "*", lambda e, out, x, y: e("to_float32", y), lambda e, out, x, y: e("to_float32", x)
     ),
@@ -125,7 +124,7 @@ OPERATIONS = {
     "ne": _comparison(operator.ne, "!="),
     "neg": Operation(operator.neg, "-{0}", (lambda e, out, x: -1.0,)),
     "invert": Operation(operator.invert, "~{0}"),
-    # The tangent of a choice is a choice: see `_Derivation`.
+    # Its tangent is a choice between tangents: see `_Derivation._tangent`.
     "where": Operation(lambda c, x, y: torch.where(c.bool(), x, y), "tl.where(tl.cast({0}, tl.int1), {1}, {2})"),
     "minimum": Operation(torch.minimum, "tl.minimum({0}, {1})", _chosen("lt")),
     "maximum": Operation(torch.maximum, "tl.maximum({0}, {1})", _chosen("gt")),
@@ -290,9 +289,9 @@ class _Compiler:
         assert isinstance(definition, ast.FunctionDef), "a jit function is a function"
         self.definition, self.name = definition, function.__name__
         self.lines: list[Line] = []
-        self.constants = set[str]()  # names outside of the function, of numbers
-        self.variables = dict[str, Operand | _Pointer]()
-        # int or float of names that are known to be no booleans, which comparisons are and loaded elements may be.
+        self.constants = set[str]()  # names outside of the function whose numbers it reads
+        self.variables = dict[str, Operand | _Pointer]()  # name in the function -> its value so far
+        # Name in the program -> int or float. Names that may be booleans are absent: results of comparisons, loads.
         self.kinds: dict[str, type] = {name: float if name == "score" else int for name in parameters}
         self._bind_parameters(parameters)
 
@@ -494,7 +493,7 @@ class _Compiler:
         return self.emit("where", mask, value, other)
 
     def emit(self, name: str, *operands: Operand) -> Operand:
-        """Append a line and return its target, or the number that an operation on numbers gives."""
+        """Append a line and return its target. Operations on numbers alone, and additions of 0, need no line."""
         if name in ("add", "sub") and operands[1] == 0 and isinstance(operands[1], int):
             return operands[0]
         if name == "add" and operands[0] == 0 and isinstance(operands[0], int):
@@ -518,6 +517,7 @@ class _Compiler:
         return int(operand) if isinstance(operand, bool) else operand
 
     def kind(self, operand: Operand) -> type | None:
+        """Return int, float, bool (of a number), or None for a name that may be a boolean."""
         return self.kinds.get(operand) if isinstance(operand, str) else type(operand)
 
 
@@ -569,10 +569,10 @@ def _compiled(
 
 def _program(function: Any, parameters: tuple[str, ...], what: str) -> Program:
     """Return the program of a jit function. Triton keeps its source, Triton's interpreter does not."""
-    given = function.fn, getattr(function, "src", None), parameters, what
-    program, names = _compiled(*given, ())
+    described = function.fn, getattr(function, "src", None), parameters, what
+    program, names = _compiled(*described, ())
     if names:  # a constant may be another number than in the call before
-        program, _ = _compiled(*given, tuple([repr(_number(_look_up(function.fn, name))) for name in names]))
+        program, _ = _compiled(*described, tuple([repr(_number(_look_up(function.fn, name))) for name in names]))
     return program
 
 
@@ -629,7 +629,7 @@ def score_function(score_fn: Any, score_grad_fn: Any = None) -> ScoreFunction:
 class _Derivation:
     """Forward-mode differentiation of a program by `seed`, one of its names.
 
-    A name without a tangent does not depend on it.
+    The tangent of a name is its derivative by the seed. A name without a tangent does not depend on the seed.
 
     Attributes:
         lines: the operations that compute tangents, to be run behind those of the program.
@@ -665,6 +665,7 @@ class _Derivation:
         return total
 
     def emit(self, name: str, *operands: Operand) -> Operand:
+        """Append a line and return its target. Products with 1 or -1, and operations on numbers alone, need no line."""
         if name == "mul":
             for factor, other in (operands, operands[::-1]):
                 if factor == 1.0 and not isinstance(factor, str):
@@ -680,9 +681,9 @@ class _Derivation:
 @lru_cache(maxsize=256)
 def slope_program(source: str) -> Program:
     """Return the program of the derivative by the score: the user's, else the function's with lines of its tangent."""
-    program, *given = programs(source)
-    if given:
-        return given[0]
+    program, *slopes = programs(source)
+    if slopes:
+        return slopes[0]
     derivation = _Derivation(program, "score", "d")
     return Program(f"{program.name}_slope", program.parameters, (*program.lines, *derivation.lines), derivation.result)
 
@@ -701,7 +702,7 @@ class LoadGradient(NamedTuple):
 
 @lru_cache(maxsize=256)
 def load_gradients(source: str, learned: tuple[bool, ...]) -> tuple[LoadGradient, ...]:
-    """Return the derivatives by all values that are loaded from the `learned` captured tensors."""
+    """Return the derivatives by all values that are loaded from captured tensors. `learned[n]`: tensor n has one."""
     program = programs(source)[0]
     gradients = []
     for n, line in enumerate(program.lines):
@@ -790,18 +791,19 @@ def apply_score_function(
     """
     program, *derivative = programs(source)
     pairs = visible.expand(scores.shape)
-    given = scores[pairs]
+    visible_scores = scores[pairs]
     values = {name: x.expand(scores.shape)[pairs] for name, x in zip(MASK_PARAMETERS, positions, strict=True)}
-    if derivative and given.requires_grad:
-        constant = given.detach()
+    if derivative and visible_scores.requires_grad:
+        constant = visible_scores.detach()
         new = run_program(program, {"score": constant, **values}, tensors, scores.dtype)
         with torch.no_grad():
             slope = run_program(derivative[0], {"score": constant, **values}, tensors, scores.dtype)
-        new = new + (given - constant) * slope.expand(given.shape).to(scores.dtype)  # adds 0, with a slope
+        # Adds 0, whose derivative is the slope.
+        new = new + (visible_scores - constant) * slope.expand(visible_scores.shape).to(scores.dtype)
     else:
-        new = run_program(program, {"score": given, **values}, tensors, scores.dtype)
+        new = run_program(program, {"score": visible_scores, **values}, tensors, scores.dtype)
     result = torch.full_like(scores, -math.inf)
-    return result.index_put((pairs,), new.to(scores.dtype).expand(given.shape))
+    return result.index_put((pairs,), new.to(scores.dtype).expand(visible_scores.shape))
 
 
 def score_function_gradients(
@@ -817,19 +819,19 @@ def score_function_gradients(
     Derived as kernels do it, without autograd. Pairs whose ds is 0 may have any slope.
     """
     pairs, dtype = ds != 0, scores.dtype
-    given, d_new = scores[pairs], ds[pairs]
+    seen_scores, d_new = scores[pairs], ds[pairs]
     values = {name: x.expand(scores.shape)[pairs] for name, x in zip(MASK_PARAMETERS, positions, strict=True)}
-    values["score"] = given
+    values["score"] = seen_scores
     slope = run_program(slope_program(source), values, tensors, dtype)
     d_scores = torch.zeros_like(ds).index_put((pairs,), d_new * slope)
     totals = [torch.zeros_like(x, dtype=dtype) if learned[n] else None for n, x in enumerate(tensors)]
     _run_lines(programs(source)[0].lines, values, tensors, dtype)
     for index, offset, lines, result in load_gradients(source, learned):
         _run_lines(lines, values, tensors, dtype)
-        gradient = (d_new * _value(result, values, dtype)).expand(given.shape)
+        gradient = (d_new * _value(result, values, dtype)).expand(seen_scores.shape)
         total = totals[index]
         assert total is not None, "of a learned tensor"
-        total.view(-1).index_add_(0, _value(offset, values, dtype).expand(given.shape), gradient)
+        total.view(-1).index_add_(0, _value(offset, values, dtype).expand(seen_scores.shape), gradient)
     return d_scores, totals
 
 

@@ -27,7 +27,7 @@ from diyfa.features import SHAPE_FEATURES
 from diyfa.npu_environment import FINE, WRONG, Machine, cann_version, findings
 from diyfa.npu_stacks import GET_TRITON_ASCEND
 from diyfa.problem import AttentionProblem, Backend, KVCacheProblem, MatmulProblem
-from diyfa.registry import EXPLICIT_ONLY, IN_THE_MODE, backend_names, load_backend, refusal
+from diyfa.registry import BATCH_INVARIANT_KERNEL, EXPLICIT_ONLY, backend_names, load_backend, refusal
 from diyfa.versions import cpu_name, versions
 
 # The architecture for which a backend's refusals are shown if its device is not here.
@@ -112,7 +112,8 @@ def _support(backend: Backend, arch: str) -> list[dict[str, Any]]:
     rows = []
     for kernel in backend.kernels:
         features = FEATURES if kernel.op in ATTENTION else {"float16": {}}
-        mode = {"batch_invariant": True} if (kernel.op, kernel.name) == ("attention_fwd", IN_THE_MODE) else {}
+        runs_in_mode = (kernel.op, kernel.name) == ("attention_fwd", BATCH_INVARIANT_KERNEL)
+        mode = {"batch_invariant": True} if runs_in_mode else {}
         for feature, changes in features.items():
             reason = refusal(backend, kernel, _typical(backend, arch, kernel.op, **changes, **mode))
             rows.append({"op": kernel.op, "kernel": kernel.name, "feature": feature, "reason": reason})
@@ -122,7 +123,7 @@ def _support(backend: Backend, arch: str) -> list[dict[str, Any]]:
 def _refusals(support: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Return the features that no kernel runs outside of `batch_invariant`, with every kernel's reason."""
     refused = []
-    support = [s for s in support if s["kernel"] != IN_THE_MODE]
+    support = [s for s in support if s["kernel"] != BATCH_INVARIANT_KERNEL]
     for op, feature in [*product(ATTENTION, FEATURES), ("matmul", "float16")]:
         reasons = [s["reason"] for s in support if (s["op"], s["feature"]) == (op, feature)]
         if all(reasons):

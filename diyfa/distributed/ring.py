@@ -263,7 +263,9 @@ def backward_step(ring: Ring, step: Step, saved: Saved, current_kv: Sequence[tor
 def ring_backward(ring: Ring, saved: Saved, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dk and dv of this rank's own K/V shard, in float32. Add the gradients of its queries to `saved`."""
     current_kv = [k.contiguous(), v.contiguous()] if len(ring.steps) > 1 else [k, v]
-    messages: list[Any] = []  # the previous step's dk and dv, sent to the rank that holds their K/V shard in this step
+    # Messages of a transfer: the sums of dk and dv of the step before, to the rank that holds their K/V shard in this
+    # step; then this step's K/V shard, to the rank that holds it in the next.
+    messages: list[Any] = []
     for step, following in zip(ring.steps, (*ring.steps[1:], None), strict=True):
         if following:
             messages.append((following.shift - step.shift, current_kv))
@@ -276,7 +278,7 @@ def ring_backward(ring: Ring, saved: Saved, k: torch.Tensor, v: torch.Tensor) ->
         if following:
             current_kv = arrived[-1]
             messages = [(following.shift - step.shift, sums)]
-        elif step.shift:
+        elif step.shift:  # the last hop, to the owner of the shard
             (sums,) = _Transfer(ring.group, [(dist.get_world_size(ring.group) - step.shift, sums)]).wait()
     dk, dv = sums
     return dk, dv

@@ -1,6 +1,11 @@
 """Ulysses: an all-to-all gives each rank all rows of some heads, and another brings the results back (Jacobs et al.
 2023, arXiv:2309.14509).
 
+A rank has its own rows with all heads (a shard), or all rows with its own heads:
+
+    q, k, v         scatter_heads:    own rows -> own heads     dq, dk, dv   gather_gradients: own heads -> own rows
+    out, lse        gather_heads:     own heads -> own rows     dout, dlse   scatter_results:  own rows -> own heads
+
 If the ranks do not divide the KV heads, each KV head is repeated until they do. The least common multiple of KV heads
 and ranks is enough; it divides the query heads.
 """
@@ -20,54 +25,56 @@ from diyfa.distributed.sharding import Segments
 
 
 class _Order(NamedTuple):
-    """Indices that reorder all rows between the order of the ranks' shards and the order of the sequence."""
+    """Indices (rows,) int64 that reorder all rows between the order of the sequence and that of concatenated shards."""
 
-    sequence: torch.Tensor  # for each row of the sequence, its row among the concatenated shards
-    ranks: torch.Tensor  # the inverse
+    to_sequence: torch.Tensor  # for each row of the sequence, its row among the concatenated shards
+    to_shards: torch.Tensor  # the inverse
 
 
 @lru_cache(maxsize=8)
 def _row_order(segments_by_rank: tuple[Segments, ...], device: torch.device) -> _Order | None:
     """Return the order of the rows, or None if the concatenated shards are in the sequence's order."""
-    rows, first = [], 0  # (row in the sequence, row among the shards, number of rows) of each segment
+    by_shard, shard_row = [], 0  # (row in the sequence, row among the shards, number of rows) of each segment
     for segment in (segment for segments in segments_by_rank for segment in segments):
-        rows.append((segment.row, first, segment.rows))
-        first += segment.rows
-    ascending = sorted(rows)
-    if ascending == rows:
+        by_shard.append((segment.row, shard_row, segment.rows))
+        shard_row += segment.rows
+    by_sequence = sorted(by_shard)
+    if by_sequence == by_shard:
         return None
-    forward_rows = [
+    to_sequence = [
         torch.arange(0, device="cpu"),
-        *(torch.arange(sent, sent + number, device="cpu") for _, sent, number in ascending),
+        *(torch.arange(row, row + number, device="cpu") for _, row, number in by_sequence),
     ]
-    first_row, first = {}, 0
-    for row, _, number in ascending:
-        first_row[row] = first
-        first += number
-    inverse_rows = [
+    # In a mesh the ranks of one group have only some rows of the sequence, so positions are counted anew.
+    position_of, position = {}, 0
+    for row, _, number in by_sequence:
+        position_of[row] = position
+        position += number
+    to_shards = [
         torch.arange(0, device="cpu"),
-        *(torch.arange(first_row[row], first_row[row] + number, device="cpu") for row, _, number in rows),
+        *(torch.arange(position_of[row], position_of[row] + number, device="cpu") for row, _, number in by_shard),
     ]
-    return _Order(*(torch.cat(x).to(device) for x in (forward_rows, inverse_rows)))
+    return _Order(*(torch.cat(x).to(device) for x in (to_sequence, to_shards)))
 
 
 class _Exchange(NamedTuple):
-    """An exchange between (all heads, own rows) and (own heads, all rows). `dims` are (rows, heads) of each tensor."""
+    """An exchange between (all heads, own rows) and (own heads, all rows). `dims`: dimensions (rows, heads) of each
+    tensor."""
 
     group: dist.ProcessGroup
     order: _Order | None
     dims: tuple[tuple[int, int], ...]
 
-    def gather_rows(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def to_own_heads(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         exchanged = self._exchanged(tensors, [(heads, rows) for rows, heads in self.dims])
         if self.order is None:
             return exchanged
-        return [x.index_select(rows, self.order.sequence) for x, (rows, _) in zip(exchanged, self.dims, strict=True)]
+        return [x.index_select(rows, self.order.to_sequence) for x, (rows, _) in zip(exchanged, self.dims, strict=True)]
 
-    def gather_heads(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def to_own_rows(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.order is not None:
             pairs = zip(tensors, self.dims, strict=True)
-            tensors = [x.index_select(rows, self.order.ranks) for x, (rows, _) in pairs]
+            tensors = [x.index_select(rows, self.order.to_shards) for x, (rows, _) in pairs]
         return self._exchanged(tensors, list(self.dims))
 
     def _exchanged(self, tensors: Sequence[torch.Tensor], dims: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
@@ -109,11 +116,11 @@ class Ulysses(NamedTuple):
         """Exchange q, k and v: from all heads of own rows to own heads of all rows, in the sequence's order."""
         if self.repeats > 1:
             k, v = (x.repeat_interleave(self.repeats, head_dim(self.layout)) for x in (k, v))
-        return self._exchange(q, k, v).gather_rows((q, k, v))
+        return self._exchange(q, k, v).to_own_heads((q, k, v))
 
     def gather_gradients(self, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> list[torch.Tensor]:
         """Exchange the gradients of `scatter_heads`' results back; sum those of repeated heads."""
-        dq, dk, dv = self._exchange(dq, dk, dv).gather_heads((dq, dk, dv))
+        dq, dk, dv = self._exchange(dq, dk, dv).to_own_rows((dq, dk, dv))
         if self.repeats > 1:
             heads = head_dim(self.layout)
             dk, dv = (x.unflatten(heads, (-1, self.repeats)).sum(heads + 1) for x in (dk, dv))
@@ -122,12 +129,12 @@ class Ulysses(NamedTuple):
     def gather_heads(self, out: torch.Tensor, lse: torch.Tensor | None) -> list[Any]:
         """Exchange out, and lse if given, from own heads of all rows to all heads of own rows."""
         results = (out,) if lse is None else (out, lse)
-        return self._padded(self._exchange(*results).gather_heads(results))
+        return self._padded(self._exchange(*results).to_own_rows(results))
 
     def scatter_results(self, dout: torch.Tensor, dlse: torch.Tensor | None) -> list[Any]:
         """Exchange the gradients of `gather_heads`' results back."""
         gradients = (dout,) if dlse is None else (dout, dlse)
-        return self._padded(self._exchange(*gradients).gather_rows(gradients))
+        return self._padded(self._exchange(*gradients).to_own_heads(gradients))
 
     def _exchange(self, *tensors: torch.Tensor) -> _Exchange:
         """Return the exchange of tensors that have the first one's dimensions, or are log-sum-exps without features."""

@@ -1,13 +1,13 @@
 """Hugging Face Transformers: `attn_implementation="diyfa"`, on any device, and `"paged|diyfa"`.
 
 An attention implementation of Transformers has two functions. The mask function gets the model's masks (causal, sliding
-window, padding, packed sequences, a cache with free rows, any other) and encodes them in one tensor. The attention
-function gets that tensor in every layer. Masks that diyfa's options express need only a small tensor:
+window, padding, packed sequences, a cache with room for more rows, any other) and encodes them in one tensor. The
+attention function gets that tensor in every layer. Masks that diyfa's options express need only a small tensor:
 
     None                    only the model's own causality and window
     bool (B, Sk)            padding, False where there is no token; (0, Sk): no padding
-    int8 (B, Sk)            padding of a cache with free rows: 1 a token, 0 padding, -1 a row that no query sees yet
-    int8 (0, Sk, n)         a cache with free rows and no padding; queries see its first n rows
+    int8 (B, Sk)            padding of a cache with room: 1 a token, 0 padding, -1 a free row, which no query sees yet
+    int8 (0, Sk, n)         a cache with room and no padding; queries see its first n rows
     int32 (B, S)            packed sequences: the number of each row's sequence
     bool (B, 1, Sq, Sk)     any other mask, and masks that a program passes itself: the complete mask, used as a bias
 
@@ -87,7 +87,13 @@ def make_attention_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Return the mask of one kind of layer, as in the module's table. The arguments are Transformers'."""
+    """Return the mask of one kind of layer, as in the module's table. The arguments are Transformers'.
+
+    1. A packed mask becomes the number of each row's sequence.
+    2. A mask that is neither causal nor bidirectional, apart from a window and padding, is formed in full. So are masks
+       that depend on a position on the device, and padded caches with room in a traced program.
+    3. Otherwise the result says what padding and free rows of a cache add to causality and window, None if nothing.
+    """
     # From the submodule itself: not every torch.compile can trace Transformers' lazy modules.
     from transformers.masking_utils import (
         bidirectional_mask_function,
@@ -96,6 +102,7 @@ def make_attention_mask(
         sdpa_mask,
     )
 
+    # slides: the layer's window is the config's. keys: rows of the cache that the last query sees; the others are free.
     tracing, config = torch.compiler.is_compiling(), kwargs.get("config")
     if not tracing and config is not None and _attends_by_itself(config.__class__):
         raise ValueError(
@@ -109,14 +116,15 @@ def make_attention_mask(
         rows = _packed(mask_function)
         if rows is not None and attention_mask is None:
             return rows.to(torch.int64 if slides else torch.int32)
-    decodes = isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1)  # a static cache: do not wait for it
+    # A static cache, whose length is on the device: do not wait for it.
+    decodes = isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1)
     keys = kv_length
     if causal and not decodes:
         keys = min(kv_length, int(q_offset) + q_length - kv_offset)
     has_room = keys < kv_length
     # A traced program cannot read from a mask on the device how many rows of a padded cache are seen.
-    returns_mask = tracing and has_room and attention_mask is not None
-    if not (causal or both_ways) or (causal and decodes) or returns_mask:
+    is_unreadable = tracing and has_room and attention_mask is not None
+    if not (causal or both_ways) or (causal and decodes) or is_unreadable:
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -141,7 +149,7 @@ Sequences = tuple[torch.Tensor, int]  # offsets of packed sequences, length of t
 
 
 def _once(x: torch.Tensor, find: Callable[[torch.Tensor], Any]) -> Any:
-    """Return find(x), cached on x: it waits for the device, and all layers share one mask."""
+    """Return find(x), cached on x until x changes: find waits for the device, and all layers share one mask."""
     version = None if x.is_inference() else x._version  # tensors of inference mode have no version
     known_version, result = getattr(x, "diyfa_cached", (None, None))
     if version is None or version != known_version:
@@ -179,23 +187,25 @@ def _room(mask: torch.Tensor) -> tuple[int, torch.Tensor]:
 
 
 def _by_padding(mask: torch.Tensor) -> tuple[Sequences | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return a padded batch as packed sequences, its left padding, and query offsets for attention without causality.
+    """Return (sequences, left padding, query offsets) of a padding mask (B, S); None three times if tokens have gaps.
 
-    Padding forms sequences of its own, which no token sees. The left padding, (B,) int32, is None if a sample's last
-    row is padding. The query offsets, in samples, give all queries of a sample to the sequence of its tokens. All three
-    are None if a sample's tokens have gaps.
+    * sequences: the batch as packed sequences. Runs of padding are sequences, too, which no token sees.
+    * left padding: (B,) int32, None if a sample's last row is padding.
+    * query offsets: for attention without causality, in samples: sequence n of the keys has the queries of samples
+      [n] to [n + 1]. All queries of a sample belong to the sequence of its tokens, none to its padding.
     """
-    seen = mask.bool()
-    changes = seen != seen.roll(1, 1)
-    changes[:, 0] = seen[:, 0]
-    if bool(((changes & seen).sum(1) > 1).any()):
+    is_token = mask.bool()
+    begins = is_token != is_token.roll(1, 1)
+    begins[:, 0] = is_token[:, 0]
+    if bool(((begins & is_token).sum(1) > 1).any()):
         return None, None, None
-    to_the_end = bool(seen[:, -1].all())
-    offsets, longest = _sequences(changes)
+    ends_with_token = bool(is_token[:, -1].all())
+    offsets, longest = _sequences(begins)
     # Queries of a sample without any token see its padding.
-    sees = (seen | ~seen.any(1, keepdim=True)).flatten()[offsets[:-1]]
-    samples = torch.nn.functional.pad(sees.cumsum(0), (1, 0)).to(torch.int32)
-    return (offsets, longest), seen.int().argmax(1).to(torch.int32) if to_the_end else None, samples
+    has_queries = (is_token | ~is_token.any(1, keepdim=True)).flatten()[offsets[:-1]]
+    query_offsets = torch.nn.functional.pad(has_queries.cumsum(0), (1, 0)).to(torch.int32)
+    leftpad = is_token.int().argmax(1).to(torch.int32) if ends_with_token else None
+    return (offsets, longest), leftpad, query_offsets
 
 
 def _packed_lengths(
@@ -214,9 +224,9 @@ def _packed_lengths(
     elif q.shape[:2] != k.shape[:2] or torch.compiler.is_compiling() or extras.get("position_bias") is not None:
         return ()
     elif mask is not None and mask.dim() == 2:
-        packed, _, samples = _once(mask, _by_padding)
+        packed, _, query_offsets = _once(mask, _by_padding)
         if packed is not None and not causal and mask.dtype not in WINDOW_DTYPES:  # keys may be an encoder's
-            return samples * q.shape[1], packed[0], q.shape[1], packed[1]
+            return query_offsets * q.shape[1], packed[0], q.shape[1], packed[1]
     elif causal and mask is None and isinstance(positions, torch.Tensor):
         packed = _once(positions, _by_position) if positions.shape == (1, q.shape[1]) == q.shape[:2] else None
     return () if packed is None else (packed[0], packed[0], packed[1], packed[1])
@@ -293,7 +303,7 @@ def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: d
     for name in ("block_indices", "head_mask"):
         if extras.get(name) is not None:
             raise ValueError(f"{name} is not supported by diyfa: use attn_implementation='eager'")
-    if mask is not None and mask.dim() < 4 and (mask.dtype in WINDOW_DTYPES) > bool(window):
+    if mask is not None and mask.dim() < 4 and mask.dtype in WINDOW_DTYPES and not window:
         raise ValueError(_no_window(module))
     pads = mask is not None and mask.dim() == 2 and mask.shape[0] > 0 and mask.dtype not in PACKED
     if pads and extras.get("cu_seq_lens_q") is not None:
@@ -331,6 +341,9 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Return the attention (B, S, H, D) of (B, H, S, D) tensors, with the arguments of Transformers.
 
+    The call goes the first of these ways that fits: packed sequences, also of a padded batch; one new token over a
+    cache; `flash_attention` with the mask, and `position_bias`, as a bias.
+
     Of `extras` it reads sliding_window, softcap, s_aux, position_bias, position_ids and lengths of packed sequences.
     """
     mask, window, bias = attention_mask, extras.get("sliding_window"), extras.get("position_bias")
@@ -351,9 +364,9 @@ def attention(
                 f"the mask was made for {mask.shape[1]} keys, but {type(module).__name__} has {k.shape[1]}: a sliding "
                 "cache that records its past is cropped before its next use"
             )
-        handed_on = window == getattr(getattr(module, "config", None), "sliding_window", None)
         # Some models pass the configuration's window as it is; the others pass 1 more, as flash_attn counts.
-        if mask.dtype in WINDOW_DTYPES and not causal and handed_on:
+        is_of_config = window == getattr(getattr(module, "config", None), "sliding_window", None)
+        if mask.dtype in WINDOW_DTYPES and not causal and is_of_config:
             options["window"] = (window, window)
         if mask.dtype in ROOM:
             keys, mask = (mask.shape[2], None) if mask.dim() == 3 else _once(mask, _room)

@@ -21,7 +21,7 @@ from diyfa.features import COMPOSABLE
 from diyfa.lab.bench.record import environment
 from diyfa.lab.first_run.cases import Step
 from diyfa.lab.first_run.command import START_LIMIT_S, WORKER, Worker
-from diyfa.registry import IN_THE_MODE, batch_invariant
+from diyfa.registry import BATCH_INVARIANT_KERNEL, batch_invariant
 from diyfa.testing import (
     BUDGET_FACTOR,
     AttentionCase,
@@ -99,7 +99,7 @@ def _forward(attend: Callable[..., Any], inputs: Inputs) -> Results:
 
 def attention_verdict(case: AttentionCase, variant: str, device: torch.device, backend: str) -> Verdict:
     """Return the verdict on a kernel for a case, in this process."""
-    with batch_invariant() if variant == IN_THE_MODE else nullcontext():
+    with batch_invariant() if variant == BATCH_INVARIANT_KERNEL else nullcontext():
         return _attention_by(case, variant, device, backend)
 
 

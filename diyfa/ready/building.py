@@ -51,20 +51,22 @@ def build(
         except (EOFError, OSError):
             return Built(kernel.name, 0.0, f"the process that compiles it ended with {process.wait()}")
 
-    lock, is_over = threading.Lock(), False
-    alone, may_compile_beside = threading.Lock(), not one_before_others
+    lock, is_over = threading.Lock(), False  # the lock guards `processes` and `is_over`
+    one_at_a_time, has_succeeded = threading.Lock(), not one_before_others
 
     def compile_first(process: subprocess.Popen[bytes], kernel: Recorded) -> Built:
-        nonlocal may_compile_beside
-        if not may_compile_beside:
-            with alone:
-                if not may_compile_beside:
+        """Compile the kernel: until one has succeeded, while no other thread compiles."""
+        nonlocal has_succeeded
+        if not has_succeeded:
+            with one_at_a_time:
+                if not has_succeeded:
                     built = compile_with(process, kernel)
-                    may_compile_beside = not built.error
+                    has_succeeded = not built.error
                     return built
         return compile_with(process, kernel)
 
     def work() -> None:
+        """Compile waiting kernels in a process of this thread's own, until none is left."""
         process: subprocess.Popen[bytes] | None = None
         try:
             while True:

@@ -81,7 +81,7 @@ def test_named_masks(name: str, block: Any, counted: list[Any], monkeypatch: pyt
     with diyfa.use_backend("cuda"):
         made = block_mask(function, 2, 1, seqlen_q, seqlen_k, block_size=block, device=DEVICE)
         assert len(counted) == 1
-        monkeypatch.setattr(masks, "_made", lambda *arguments: None)
+        monkeypatch.setattr(masks, "_made_by_kernels", lambda *arguments: None)
         same(made, block_mask(function, 2, 1, seqlen_q, seqlen_k, block_size=block, device=DEVICE))
 
 
@@ -94,7 +94,7 @@ def test_booleans(block: int, sizes: Any, density: float, counted: list[Any], mo
     for keep in (dense, dense.mT.contiguous().mT):
         with diyfa.use_backend("cuda"), monkeypatch.context() as patches:
             made = BlockMask.from_dense(keep, block)
-            patches.setattr(masks, "_made", lambda *arguments: None)
+            patches.setattr(masks, "_made_by_kernels", lambda *arguments: None)
             same(made, BlockMask.from_dense(keep, block))
         assert torch.equal(made.to_dense(), dense)
     assert len(counted) == 2
@@ -121,7 +121,7 @@ def test_jit_functions(sizes: Any, counted: list[Any], monkeypatch: pytest.Monke
         arguments: Any = {"device": DEVICE, "mask_tensors": tensors, "block_size": (64, 128)}
         with diyfa.use_backend("cuda"), monkeypatch.context() as patches:
             made = block_mask(function, heads, heads, *sizes, **arguments)
-            patches.setattr(masks, "_made", lambda *arguments: None)
+            patches.setattr(masks, "_made_by_kernels", lambda *arguments: None)
             same(made, block_mask(function, heads, heads, *sizes, **arguments))
     assert len(counted) == (2 if sizes[0] <= sizes[1] else 1), "an offset by a negative position would leave the tensor"
 

@@ -263,7 +263,7 @@ def test_kinds_differ_in_every_field_but_sizes() -> None:
 
 def test_copies_of_a_problem_have_its_fields_alone() -> None:
     first = problem(seqlen_q=4)
-    first.kind.answers["what"] = lambda: None  # nothing that could be pickled
+    first.kind.cached_results["what"] = lambda: None  # nothing that could be pickled
     for other in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first), copy.copy(first)):
         assert other == first and other.kind is first.kind
         assert set(pickle.loads(pickle.dumps(other)).__dict__) == {each.name for each in fields(first)}

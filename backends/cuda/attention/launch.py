@@ -1,4 +1,8 @@
-"""Common code of the attention launchers: arguments and constants that describe a call, and the choice of its tile."""
+"""Common code of the attention launchers: arguments, constants and tile of a call, and `Kernel.launch` and `repeat`.
+
+A kernel's file has a function `describe(problem, tensors, results…) -> Pass`. `launching` and its relatives, at the end
+of this file, make `Kernel.launch` and `Kernel.repeat` of it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ from diyfa.problem import (
 from diyfa.score_code import JitSource, value_source
 from diyfa.tuning import bucket_size
 
-_forced: dict[str, Any] = {}
+_forced: dict[str, Any] = {}  # kind of kernel -> config, or function of the problem, inside `use_config`
 BackwardReplay = Callable[..., list[torch.Tensor | None] | None]
 Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys)
 
@@ -106,9 +110,9 @@ KEYS = frozenset({"k", "v", "dk", "dv", "kc", "vc"})  # names of tensors whose r
 
 
 def strides(layout: str, **tensors: torch.Tensor | None) -> dict[str, int]:
-    """Return the arguments `stride_qb`, `stride_qh`, `stride_qm` of a tensor named q, 0 if it is None.
+    """Return the arguments `stride_qb`, `stride_qh`, `stride_qm` (batch, head, row) of a tensor named q, 0 for None.
 
-    The last is `..n` for tensors of `KEYS`.
+    Tensors of `KEYS` have `stride_kn` in place of `stride_km`.
     """
     arguments: dict[str, int] = {}
     for name, x in tensors.items():
@@ -161,10 +165,9 @@ def programs_at_once(config: AttentionConfig, device: torch.device) -> int:
 def interleaved_heads(
     problem: AttentionProblem, config: AttentionConfig, blocks: int, heads: int, device: torch.device
 ) -> int:
-    """Return the number of heads, at the end, whose blocks alternate (`head_and_block`).
+    """Return how many of the last heads alternate their blocks (`head_and_block`); 1 if blocks are equally long.
 
-    If blocks of a head differ in length, these are the heads of twice the programs that run at once: the longest block
-    takes twice the average.
+    These heads have twice as many blocks as programs run at once, because the longest block takes twice the average.
     """
     if problem.window_right < 0 or problem.window_left >= 0:
         return 1
@@ -194,7 +197,7 @@ def cache_arguments(problem: KVCacheProblem, tensors: KVCacheTensors) -> dict[st
 
 
 def tile_descriptor(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Tiles:
-    """Return a description of `x` for TMA copies of tiles [block_rows, block_d] of a head."""
+    """Return `x` in the order (batch, head, row, feature), for TMA copies of tiles [block_rows, block_d] of a head."""
     if layout == VARLEN:  # all sequences are one sample
         rows, heads, features = x.shape
         shape, strides = (1, heads, rows, features), (rows * x.stride(0), x.stride(1), x.stride(0), 1)
@@ -210,14 +213,14 @@ def input_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of inputs: descriptors for TMA, else the tensors.
 
-    `inputs`: name -> (tensor, rows of a tile, columns of a tile). If masked blocks are not read by descriptors,
-    `..._rows_ptr` has the tensor.
+    `inputs`: name -> (tensor, rows of a tile, columns of a tile). If masked blocks are read by address,
+    `{name}_rows_ptr` is the tensor, else None.
     """
-    takes_rows = reads_rows(problem, config)
+    masked_by_address = reads_rows(problem, config)
     arguments: dict[str, Any] = {}
     for name, (x, rows, columns) in inputs.items():
         arguments[f"{name}_ptr"] = tile_descriptor(x, problem.layout, rows, columns) if config.form == "tma" else x
-        arguments[f"{name}_rows_ptr"] = x if takes_rows else None
+        arguments[f"{name}_rows_ptr"] = x if masked_by_address else None
     return arguments
 
 
@@ -245,10 +248,10 @@ FEATURES = frozenset(
 class AttentionConstants(Constants):
     """Constants of all attention kernels."""
 
-    has_left: bool
-    has_right: bool
+    has_left: bool  # a window bounds keys on the left
+    has_right: bool  # a causal mask or a window bounds them on the right
     lengths: int  # EQUAL, SEQ_LENS or PACKED of tile_io.py
-    adjusted: bool  # `has_adjusted_scores`: they come in units of log2
+    adjusted: bool  # `has_adjusted_scores`: scores are in units of log2
     softcap: bool
     alibi: bool
     bias: bool
@@ -258,19 +261,19 @@ class AttentionConstants(Constants):
     score_slope: JitSource | None  # derivative of score_fn by the score; None in the forward pass
     head_dim: int
     head_dim_v: int
-    block_m: int
-    block_n: int
-    block_d: int
+    block_m: int  # queries of a tile
+    block_n: int  # keys
+    block_d: int  # features of k and of v, padded
     block_dv: int
     precision: str  # how fp32 operands are multiplied: "ieee"
 
 
 @dataclass(frozen=True, eq=False)
 class TileConstants(AttentionConstants):
-    """Constants of kernels that read tiles in a form of tile_io.py. `edge_form`: the form for masked blocks."""
+    """Constants of kernels that read tiles in a form of tile_io.py."""
 
     form: int
-    edge_form: int
+    edge_form: int  # form for masked blocks
     mask_q: int  # queries and keys of a block of the block mask, 0 without one
     mask_k: int
 
@@ -320,7 +323,7 @@ def use_config(kind: str, config: Any) -> Iterator[None]:
 
 
 def choice() -> object:
-    """Return what decides on a problem's tile besides the problem. A settled tile is valid as long as it is equal."""
+    """Return all that decides on a problem's tile besides the problem. Settled tiles are valid while it is equal."""
     return tune.state() if not _forced else object()
 
 
@@ -332,7 +335,7 @@ def forced_config(kind: str, problem: Any) -> Any:
 
 @cached_per_problem
 def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
-    """Return everything that the choice of a tile depends on, with size classes of lengths and batch."""
+    """Return the tuner's key: all that the choice of a tile depends on, with size classes of lengths and batch."""
     return (
         problem.dtype,
         problem.layout,
@@ -358,11 +361,11 @@ def tuned_launches(
     make_launches: Callable[[AttentionConfig], list[Launch]],
     before: Sequence[Launch] = (),
 ) -> list[Launch]:
-    """Return `make_launches` of the tile for this problem's bucket.
+    """Return `make_launches(tile)` with the tile for this problem's bucket.
 
-    The tile is measured once if tuning is possible, else the table's. A deterministic problem always takes the table's,
-    for another tile rounds differently. `before`: launches that fill what those read. They run before a measurement, so
-    that it leaves right results even if the call has run already.
+    The tile is measured once if tuning is possible, else it is the table's. A deterministic problem always has the
+    table's, because another tile rounds differently. `before`: launches that fill what the measured ones read. A
+    measurement runs them first, because the results that it leaves must be right.
     """
     if (forced := forced_config(kind, problem)) is not None:
         return make_launches(forced)
@@ -374,7 +377,7 @@ def tuned_launches(
 
     def run(config: AttentionConfig) -> None:
         launch_each(pending)
-        pending.clear()  # once is enough
+        pending.clear()  # one run fills it for all candidates
         launch_each(make_launches(config))
 
     return make_launches(tune.best(f"attention_{kind}", _bucket(problem), tiles, run, tiles[0]))
@@ -385,7 +388,7 @@ def _has_one_tile(problem: AttentionProblem, tiles: Sequence[AttentionConfig]) -
 
 
 def is_settled(problem: AttentionProblem, *kinds: str) -> bool:
-    """Return whether `tuned_launches` takes these tiles every time without measuring, as long as `choice` is equal."""
+    """Return whether `tuned_launches` of these kinds measures nothing, and has equal tiles, while `choice` is equal."""
     return all(
         _has_one_tile(problem, candidates(kind, problem)) or tune.is_settled(f"attention_{kind}", _bucket(problem))
         for kind in kinds
