@@ -84,7 +84,8 @@ def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "lengths", "head_dim_v"), [("bhsd", None, 80), ("bshd", (300, 0), 64), ("thd", (90, 1, 0, 270), 128)]
+    ("layout", "lengths", "head_dim_v"),
+    [("bhsd", None, 80), ("bhsd", None, 72), ("bshd", (300, 0), 64), ("thd", (90, 1, 0, 270), 128)],
 )
 def test_the_transposed_v(layout: str, lengths: tuple[int, ...] | None, head_dim_v: int) -> None:
     """Each byte of it: keys of a group of 16 in the order of the weights, zeros behind each sequence."""
