@@ -67,8 +67,10 @@ def config(case: Case, **changes) -> Sm90Config:
     wide, to_float32 = max(case.head_dim, case.head_dim_v), case.out_dtype == F32
     consumers = 1 if case.seqlen_q < 128 else 2
     direct = wide > 128 or to_float32
+    masked = case.options.get("causal") or case.options.get("window", (-1, -1))[1] >= 0
     chosen = Sm90Config(
         consumers, 64 if wide > 128 else 128, 4, not direct, 240, 24, persistent=True, store_from_registers=direct,
+        q_in_registers=int(consumers == 2 and 64 < wide <= 128 and not masked),
         scheduler="dynamic" if case.lengths else "static",
     )  # fmt: skip
     return replace(chosen, **changes)

@@ -432,6 +432,7 @@ def _hopper_float8_problems(arch: str) -> Iterator[AttentionProblem]:
         *((*case, tensor) for case in hopper_configs.FLOAT8_CONFIGS),
         (128, True, block | means),
         (128, False, {"seqlen_k": 4095, "out_dtype": "float32", "sinks": True, "alibi": True, **head}),
+        (128, False, {"window_left": 1000, "sinks": True, "alibi": True, **packed, **block, **means}),
         (64, True, {"softcap": 30.0, "window_left": 1000, **packed, **block}),
         (256, True, {"seq_lens": True, **head, **means}),
         (192, True, {"head_dim_v": 128, "out_dtype": "float16", **head}),
