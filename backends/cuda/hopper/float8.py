@@ -342,4 +342,4 @@ def transpose_launch(problem: AttentionProblem, tensors: AttentionTensors, out: 
         "columns": out.shape[-1],
     }
     grid = blocks * problem.batch * problem.heads_kv, cdiv(problem.head_dim_v, TRANSPOSED_FEATURES)
-    return Launch(_transpose_kernel, grid, arguments, {"c": constants}, {"num_warps": 2, "num_stages": 1})
+    return Launch(_transpose_kernel, grid, arguments, {"c": constants}, {"num_warps": 4, "num_stages": 1})
