@@ -67,8 +67,10 @@ def config(case: Case, **changes) -> Sm90Config:
     wide, to_float32 = max(case.head_dim, case.head_dim_v), case.out_dtype == F32
     consumers = 1 if case.seqlen_q < 128 else 2
     direct = wide > 128 or to_float32
+    masked = case.options.get("causal") or case.options.get("window", (-1, -1))[1] >= 0
     chosen = Sm90Config(
         consumers, 64 if wide > 128 else 128, 4, not direct, 240, 24, persistent=True, store_from_registers=direct,
+        q_in_registers=int(consumers == 2 and 64 < wide <= 128 and not masked),
         scheduler="dynamic" if case.lengths else "static",
     )  # fmt: skip
     return replace(chosen, **changes)
@@ -84,7 +86,8 @@ def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "lengths", "head_dim_v"), [("bhsd", None, 80), ("bshd", (300, 0), 64), ("thd", (90, 1, 0, 270), 128)]
+    ("layout", "lengths", "head_dim_v"),
+    [("bhsd", None, 80), ("bhsd", None, 72), ("bshd", (300, 0), 64), ("thd", (90, 1, 0, 270), 128)],
 )
 def test_the_transposed_v(layout: str, lengths: tuple[int, ...] | None, head_dim_v: int) -> None:
     """Each byte of it: keys of a group of 16 in the order of the weights, zeros behind each sequence."""

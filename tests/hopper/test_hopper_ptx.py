@@ -264,6 +264,8 @@ with post_processing():
     few_rows = next(x for x in matmul_specs.compile_specs("sm_90") if x.case.endswith("16 rows"))
     report["few rows"] = counts(compiled(few_rows).asm["ptx"])
     report["few rows, made"] = counts(made[-1])
+    transpositions = [x for x in attention_specs.compile_specs("sm_90") if x.kernel.endswith("transpose")]
+    report["stores of V"] = [re.findall(r"st\\.global\\.(\\S+)", compiled(x).asm["ptx"]) for x in transpositions]
     report["loops over tiles"] = [line for line in lines if "scf.for" in line and "step %programs" in line]
 after = compiled(plain)
 report["same"] = before.asm["ptx"] == inside.asm["ptx"] == after.asm["ptx"]
@@ -297,6 +299,12 @@ def test_consumers_of_a_float8_product_count_items_on(report: dict) -> None:
     """Triton 3.6 had made 0 of the first item of each tile: programs of two tiles hung (docs/log/eight-bits.md)."""
     assert len(report["loops over tiles"]) == 2
     assert all("iter_args" in line for line in report["loops over tiles"])
+
+
+@needs_triton
+def test_transposed_values_are_written_16_bytes_at_a_time(report: dict) -> None:
+    """Where bytes moved between threads, the compiler wrote single bytes."""
+    assert report["stores of V"] and all(set(stores) == {"v4.b32"} for stores in report["stores of V"])
 
 
 @needs_triton

@@ -137,7 +137,7 @@ NARROW_V: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
 FLOAT8_CONFIGS: dict[tuple[int, bool], Sm90Config] = {
     (64, False): C(3, 128, 8, True, 160, 32, persistent=True, pingpong=True),
     (64, True): C(3, 128, 8, True, 160, 32, persistent=True, scheduler="dynamic", pingpong=True),
-    (128, False): C(2, 128, 8, True, 240, 24, persistent=True, pingpong=True),
+    (128, False): C(2, 128, 8, True, 240, 24, persistent=True, pingpong=True, q_in_registers=1),
     (128, True): C(2, 128, 8, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True),
     (256, False): C(2, 128, 4, False, 240, 24, persistent=True, pingpong=True, store_from_registers=True),
     (256, True): C(2, 128, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True,

@@ -39,7 +39,7 @@ PER_TENSOR, PER_BLOCK = gl.constexpr(definition.PER_TENSOR), gl.constexpr(defini
 PADDED_KEYS = 256  # packed sequences begin at multiples of this in the transposed V; the largest key block
 PADDED = gl.constexpr(PADDED_KEYS)
 GROUP = 16  # the transposed V reorders keys inside of groups of this many
-TRANSPOSED_KEYS, TRANSPOSED_FEATURES = 128, 64  # tile of `_transpose_kernel`; with 128 features it spills
+TRANSPOSED_KEYS, TRANSPOSED_FEATURES = 128, 64  # tile of `_transpose_kernel`
 
 
 # ---- Factors and means ---------------------------------------------------------------------------------------------
@@ -222,6 +222,36 @@ def key_in_group(position):
     return (position & -16) | ((position & 2) << 2) | ((position & 12) >> 1) | (position & 1)
 
 
+@triton.jit
+def _words(size):
+    """Return a number of bytes in words of 4 bytes. It is a multiple of 16, as TMA needs all strides to be."""
+    return tl.multiple_of(size // 4, 4)
+
+
+@triton.jit
+def _load_words(source, keys, row_words, n_keys, in_row):
+    """Return the words of keys of V, 4 features each: [keys, BLOCK_D / 4]. Beyond the last key they are zeros."""
+    inside = (keys < n_keys)[:, None] & in_row[None, :]
+    return tl.load(source + keys.to(tl.int64)[:, None] * row_words, mask=inside, other=0)
+
+
+@triton.jit
+def _alternating(a, b):
+    """Return two words: bytes 0 of a, 0 of b, 2 of a and 2 of b, and bytes 1 and 3 likewise."""
+    return (a & 0x00FF00FF) | ((b << 8) & 0xFF00FF00), ((a >> 8) & 0x00FF00FF) | (b & 0xFF00FF00)
+
+
+@triton.jit
+def _by_feature(w0, w1, w2, w3):
+    """Transpose blocks of 4 keys and 4 features: from words of 4 features to words of 4 keys.
+
+    w0 to w3 have a key of each block: [blocks, BLOCK_D / 4]. The result is [blocks, BLOCK_D].
+    """
+    d0, d1 = _alternating((w0 & 0xFFFF) | (w2 << 16), (w1 & 0xFFFF) | (w3 << 16))
+    d2, d3 = _alternating((w0 >> 16) | (w2 & 0xFFFF0000), (w1 >> 16) | (w3 & 0xFFFF0000))
+    return tl.join(tl.join(d0, d2), tl.join(d1, d3)).reshape([d0.shape[0], d0.shape[1] * 4])
+
+
 @triton.jit(do_not_specialize=("heads", "seqlen", "total", "blocks", "columns"))
 def _transpose_kernel(
     v_ptr, lengths_ptr, out_ptr, stride_vb, stride_vh, stride_vn,
@@ -234,31 +264,42 @@ def _transpose_kernel(
     """Write BLOCK_N keys of BLOCK_D features of V to out (B, Hk, Dv, columns), packed (Hk, Dv, columns).
 
     Zeros follow a sequence's last key up to the end of its row; packed, up to the next multiple of PADDED_KEYS.
+
+    A thread loads 16 features of 4 keys and transposes them in its registers. Then only words of 4 keys move between
+    threads. If bytes did, the compiler would write V to memory one byte at a time.
     """
     pid = tl.program_id(0)
     head, block = pid // blocks, pid % blocks
     b, h = head // heads, head % heads
     row, column, n_keys, end = head, 0, seqlen, columns
-    base = v_ptr + h.to(tl.int64) * stride_vh
+    row_words = _words(stride_vn)
+    base = h.to(tl.int64) * _words(stride_vh)
     if c.LENGTHS == PACKED:
         first, n_keys = packed_info(lengths_ptr, b, total)
-        base += first.to(tl.int64) * stride_vn
+        base += first.to(tl.int64) * row_words
         row, column = h, first_transposed(first, b)
         end = tl.cdiv(n_keys, PADDED) * PADDED
     else:
-        base += b.to(tl.int64) * stride_vb
+        base += b.to(tl.int64) * _words(stride_vb)
         if c.LENGTHS != EQUAL:
             n_keys = load_clamped(lengths_ptr + b, seqlen)
-    offs_d = tl.program_id(1) * c.BLOCK_D + tl.arange(0, c.BLOCK_D)
-    in_row = offs_d < c.HEAD_DIM
-    target = out_ptr + (row.to(tl.int64) * c.HEAD_DIM + offs_d[:, None]) * columns + column
+    WORD: tl.constexpr = tl.pointer_type(tl.uint32)
+    first_d = tl.program_id(1) * c.BLOCK_D
+    words_d = first_d // 4 + tl.arange(0, c.BLOCK_D // 4)
+    offs_d = first_d + tl.arange(0, c.BLOCK_D)
+    in_row = words_d < c.HEAD_DIM // 4
+    source = v_ptr.to(WORD) + base + words_d[None, :]
+    target = out_ptr.to(WORD) + (row.to(tl.int64) * c.HEAD_DIM + offs_d[:, None]) * _words(columns) + _words(column)
     # One iteration, unless a packed sequence is longer than the call's max_seqlen_k.
     for start in range(block * c.BLOCK_N, end, blocks * c.BLOCK_N):
-        position = start + tl.arange(0, c.BLOCK_N)
-        keys = key_in_group(position)
-        inside = (keys < n_keys)[:, None] & in_row[None, :]
-        v = tl.load(base + keys.to(tl.int64)[:, None] * stride_vn + offs_d[None, :], mask=inside, other=0.0)
-        tl.store(target + position[None, :], tl.trans(v), mask=in_row[:, None] & (position < end)[None, :])
+        word = start // 4 + tl.arange(0, c.BLOCK_N // 4)
+        keys = key_in_group(word * 4)  # of a word's first byte; its others are 1, 8 and 9 keys later
+        w0 = _load_words(source, keys, row_words, n_keys, in_row)
+        w1 = _load_words(source, keys + 1, row_words, n_keys, in_row)
+        w2 = _load_words(source, keys + 8, row_words, n_keys, in_row)
+        w3 = _load_words(source, keys + 9, row_words, n_keys, in_row)
+        inside = (offs_d < c.HEAD_DIM)[:, None] & (word < _words(end))[None, :]
+        tl.store(target + word[None, :], tl.trans(_by_feature(w0, w1, w2, w3)), mask=inside)
 
 
 def transposed_keys(problem: AttentionProblem) -> int:
@@ -301,4 +342,4 @@ def transpose_launch(problem: AttentionProblem, tensors: AttentionTensors, out: 
         "columns": out.shape[-1],
     }
     grid = blocks * problem.batch * problem.heads_kv, cdiv(problem.head_dim_v, TRANSPOSED_FEATURES)
-    return Launch(_transpose_kernel, grid, arguments, {"c": constants}, {"num_warps": 2, "num_stages": 1})
+    return Launch(_transpose_kernel, grid, arguments, {"c": constants}, {"num_warps": 4, "num_stages": 1})
