@@ -149,7 +149,7 @@ FLOAT8_CONFIGS: dict[tuple[int, bool], Sm90Config] = {
 FLOAT8_SMALL: dict[int, Sm90Config] = {
     64: C(1, 128, 4, False, 232, 24, store_from_registers=True),
     128: C(1, 128, 4, False, 232, 24, store_from_registers=True),
-    256: C(1, 64, 4, False, 232, 24, store_from_registers=True),
+    256: C(1, 64, 4, False, 248, 88, store_from_registers=True),
 }
 SMALL: dict[int, Sm90Config] = {
     64: C(1, 128, 4, True, 232, 24, fixed_max=True),

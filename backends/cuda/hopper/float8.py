@@ -39,7 +39,7 @@ PER_TENSOR, PER_BLOCK = gl.constexpr(definition.PER_TENSOR), gl.constexpr(defini
 PADDED_KEYS = 256  # packed sequences begin at multiples of this in the transposed V; the largest key block
 PADDED = gl.constexpr(PADDED_KEYS)
 GROUP = 16  # the transposed V reorders keys inside of groups of this many
-TRANSPOSED_KEYS, TRANSPOSED_FEATURES = 128, 64  # tile of `_transpose_kernel`
+TRANSPOSED_KEYS, TRANSPOSED_FEATURES = 128, 128  # tile of `_transpose_kernel`
 
 
 # ---- Factors and means ---------------------------------------------------------------------------------------------

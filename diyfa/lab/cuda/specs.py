@@ -436,7 +436,7 @@ def _hopper_float8_problems(arch: str) -> Iterator[AttentionProblem]:
         (64, True, {"softcap": 30.0, "window_left": 1000, **packed, **block}),
         (256, True, {"seq_lens": True, **head, **means}),
         (192, True, {"head_dim_v": 128, "out_dtype": "float16", **head}),
-        (128, True, {"seqlen_q": 512, "seqlen_k": 512, **tensor}),
+        *((d, True, {"seqlen_q": 512, "seqlen_k": 512, **tensor}) for d in hopper_configs.FLOAT8_SMALL),
     ]
     for d, causal, changes in cases:
         sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "out_dtype": "bfloat16"}
