@@ -71,6 +71,7 @@ def _prepare_kernel(
     semaphores_ptr,  # None unless it is added up in order
     counter_ptr,
     counts_ptr,  # of `RollingDq`, or None
+    n_long_ptr,  # the number of long blocks of keys, or None without a block mask
     delta_ptr,  # (B, H, Sq) or (H, Tq) fp32, or None
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlb, stride_dlh, stride_dlm,
     heads_q, batch, seqlen_q, seqlen_k, total_q, total_k, head_dim_v,
@@ -94,6 +95,8 @@ def _prepare_kernel(
     row0 = block * M
     if pid == 0:
         gl.store(counter_ptr, 0)
+        if n_long_ptr is not None:
+            gl.store(n_long_ptr, 0)
     R: gl.constexpr = M if DV <= 128 else M // 2  # rows at a time that fit the registers
     columns = gl.arange(0, DV, layout=gl.SliceLayout(0, LAYOUT))
     if row0 < n_queries:
