@@ -221,7 +221,6 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, gradients, rolling_dq, dq_tens
     config: gl.constexpr = shared.config
     COPY_ROWS: gl.constexpr = dq_tensor.block_shape[0]  # a half is added by one copy or several
     COPIES: gl.constexpr = box_width(CONSUMER, config.BOXES, config.LAST_COLUMNS) // config.LAST_COLUMNS
-    WAITS: gl.constexpr = config.DETERMINISTIC or not config.ROLLING
     item = 0
     iteration = 0
     heads_kv = sizes.heads_q // sizes.group_size
