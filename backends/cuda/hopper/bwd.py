@@ -153,13 +153,18 @@ def _load_block(keys, h, i, item, words, sizes, shared, inputs):
 
 
 @gluon.jit
-def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, scheduler):
+def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, scheduler, long_blocks_ptr):
     """One warp: draw block after block of keys, tell the other roles, and copy what they read.
 
-    The first queries of a block are copied before its keys, whose buffers become free later.
+    The first queries of a block are copied before its keys, whose buffers become free later. With a block mask, long
+    blocks of keys (`attention/long_blocks.py`) have the lowest numbers, and are skipped where they would come otherwise.
     """
     config: gl.constexpr = shared.config
-    count = gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * sizes.batch * (sizes.heads_q // sizes.group_size)
+    n_blocks = gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * sizes.batch * (sizes.heads_q // sizes.group_size)
+    n_long = 0
+    if config.MASK_Q > 0:
+        n_long = gl.load(long_blocks_ptr)
+    count = n_long + n_blocks
     WAITS: gl.constexpr = config.DETERMINISTIC or config.ROLLING
     if WAITS:
         index = draw_key_block(scheduler, True)
@@ -169,8 +174,14 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
     iteration = 0
     words = 0
     while index < count:
-        keys = locate_key_block(index, sizes, config)
+        number = index - n_long
         exists = True
+        if config.MASK_Q > 0:
+            if index < n_long:
+                number = gl.load(long_blocks_ptr + 1 + index)
+            else:
+                exists = gl.load(long_blocks_ptr + 1 + n_blocks + number) == 0
+        keys = locate_key_block(number, sizes, config)
         if config.LENGTHS == PACKED:
             exists = keys.col0 < keys.n_keys
         if exists:
@@ -426,6 +437,7 @@ def _bwd_sm90_kernel(
     counter_ptr,  # int32, zero: blocks of keys that programs have drawn
     lengths_q_ptr, lengths_k_ptr,  # int32: cu_seqlens of packed sequences, or twice seq_lens
     slopes_ptr,  # (H,) or (B, H) fp32, for ALIBI, or None
+    long_blocks_ptr,  # of `attention/long_blocks.py`; None without a block mask
     mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh,  # `BlockMask`
     stride_slopeb,
     heads_q, group_size, batch, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right,
@@ -468,7 +480,7 @@ def _bwd_sm90_kernel(
             [
                 (_consumer, (0, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
                 (_consumer, (1, sizes, shared, gradients, outputs, rolling_dq, key_blocks)),
-                (_persistent_producer, (sizes, shared, inputs, rolling_dq, key_blocks, scheduler)),
+                (_persistent_producer, (sizes, shared, inputs, rolling_dq, key_blocks, scheduler, long_blocks_ptr)),
                 (_adder, (0, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
                 (_adder, (1, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks)),
                 (idle_warps, ()),

@@ -5,6 +5,8 @@
 
 The fp32 dQ lies in blocks of BLOCK_M queries, in the order of the consumers' registers. So it is added and read without
 any exchange between threads.
+
+Head dims are multiples of CHUNK. The compiler has to see that, or it moves 2 bytes at a time instead of 16.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     clipped_seq_info,
     first_query_block,
 )
-from diyfa.backends.cuda.hopper.epilogue import chunked_layout
+from diyfa.backends.cuda.hopper.epilogue import CHUNK, chunked_layout
 from diyfa.backends.cuda.hopper.mma import ROWS
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 from diyfa.backends.cuda.runtime.constants import Constants
@@ -71,6 +73,7 @@ def _prepare_kernel(
     semaphores_ptr,  # None unless it is added up in order
     counter_ptr,
     counts_ptr,  # of `RollingDq`, or None
+    n_long_ptr,  # the number of long blocks of keys, or None without a block mask
     delta_ptr,  # (B, H, Sq) or (H, Tq) fp32, or None
     stride_ob, stride_oh, stride_om, stride_dob, stride_doh, stride_dom, stride_dlb, stride_dlh, stride_dlm,
     heads_q, batch, seqlen_q, seqlen_k, total_q, total_k, head_dim_v,
@@ -94,6 +97,8 @@ def _prepare_kernel(
     row0 = block * M
     if pid == 0:
         gl.store(counter_ptr, 0)
+        if n_long_ptr is not None:
+            gl.store(n_long_ptr, 0)
     R: gl.constexpr = M if DV <= 128 else M // 2  # rows at a time that fit the registers
     columns = gl.arange(0, DV, layout=gl.SliceLayout(0, LAYOUT))
     if row0 < n_queries:
@@ -110,7 +115,7 @@ def _prepare_kernel(
             rows = row0 + in_block
             at = (first_q + rows).to(gl.int64)[:, None]
             exists = rows < n_queries
-            inside = exists[:, None] & (columns < head_dim_v)[None, :]
+            inside = exists[:, None] & (columns < head_dim_v // CHUNK * CHUNK)[None, :]
             o = gl.load(o_at + at * stride_om + columns[None, :], mask=inside, other=0.0)
             do = gl.load(do_at + at * stride_dom + columns[None, :], mask=inside, other=0.0)
             delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
@@ -186,5 +191,5 @@ def _convert_kernel(
         out += first_q.to(gl.int64) * stride_dqm
     else:
         out += b.to(gl.int64) * stride_dqb
-    inside = (rows < end)[:, None] & (columns < head_dim)[None, :]
+    inside = (rows < end)[:, None] & (columns < head_dim // CHUNK * CHUNK)[None, :]
     gl.store(out + rows.to(gl.int64)[:, None] * stride_dqm + columns[None, :], x, mask=inside)

@@ -10,6 +10,7 @@ from diyfa.backends.cuda.attention import bwd_partials
 from diyfa.backends.cuda.attention.block_mask import mask_arguments
 from diyfa.backends.cuda.attention.clear import backward_launches
 from diyfa.backends.cuda.attention.launch import forced_config, strides
+from diyfa.backends.cuda.attention.long_blocks import long_blocks_launch
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_constant
 from diyfa.backends.cuda.gluon.compat import ptxas_options
 from diyfa.backends.cuda.gluon.tma import dense_descriptor, descriptor_steps, ragged_descriptor, rows_box
@@ -132,7 +133,7 @@ class Sm90Backward:
         self.multiprocessors = multiprocessors(dq.device) or FULL_GPU
         self.subgroups = bwd_partials.count_subgroups(problem, config.block_n, self.multiprocessors)
         self.heads_kv = problem.heads_kv * self.subgroups  # each with a subgroup of query heads
-        self.programs = cdiv(problem.seqlen_k, config.block_n) * problem.batch * self.heads_kv
+        self.programs = n_key_blocks = cdiv(problem.seqlen_k, config.block_n) * problem.batch * self.heads_kv
         if config.form == "keys":
             self.programs = min(self.programs, self.multiprocessors)
         self.in_order = problem.deterministic and config.form == "keys"
@@ -151,7 +152,9 @@ class Sm90Backward:
         semaphores = cdiv(blocks * CONSUMERS, 4) * 4 if self.in_order else 0
         statistics_at = self.dq_blocks * config.block_m * self.boxes * BOX_COLUMNS
         counter_at = statistics_at + blocks * config.block_m * 2
-        semaphores_at = counter_at + 4 + counts
+        long_blocks = cdiv(1 + 2 * n_key_blocks, 4) * 4 if problem.mask else 0
+        long_blocks_at = counter_at + 4 + counts
+        semaphores_at = long_blocks_at + long_blocks
         parts_at = semaphores_at + semaphores
         sizes = bwd_partials.partial_sizes(problem, self.subgroups)
         self.workspace = memory = lse.new_empty(parts_at + sum(sizes))
@@ -161,6 +164,7 @@ class Sm90Backward:
         self.statistics = memory.as_strided((blocks * 2, m), (m, 1), statistics_at)
         self.counter = words.as_strided((4,), (1,), counter_at)
         self.counts = words.as_strided((counts,), (1,), counter_at + 4) if self.rolling else None
+        self.long_blocks = words.as_strided((long_blocks,), (1,), long_blocks_at) if long_blocks else None
         self.semaphores = words.as_strided((semaphores,), (1,), semaphores_at) if self.in_order else None
         self.dk_dv_partials = memory[parts_at:].split(sizes) if self.subgroups > 1 else ()
 
@@ -204,6 +208,7 @@ class Sm90Backward:
             "semaphores_ptr": self.semaphores,
             "counter_ptr": self.counter,
             "counts_ptr": self.counts,
+            "n_long_ptr": self.long_blocks,
             "delta_ptr": delta,
             **strides(problem.layout, o=out, do=dout),
             **dict(zip(("stride_dlb", "stride_dlh", "stride_dlm"), (0, *dlse_strides)[-3:], strict=True)),
@@ -277,6 +282,7 @@ class Sm90Backward:
                 **mask_arguments(self.tensors),
                 "semaphores_ptr": self.semaphores,
                 "counter_ptr": self.counter,
+                "long_blocks_ptr": self.long_blocks,
             }
         arguments |= {
             **self._inputs(dout, config.block_m),
@@ -330,11 +336,14 @@ class Sm90Backward:
     ) -> tuple[Launch, ...]:
         """All launches of a backward pass."""
         first, main = self.prepare(out, dout, dlse, delta), self.gradient(dout, gradients.dk, gradients.dv)
+        find_long: tuple[Launch, ...] = ()
+        if self.long_blocks is not None:
+            find_long = (long_blocks_launch(self.problem, self.tensors, self.long_blocks, main.arguments),)
         dq_launches = (self.query_gradient(dout, gradients.dq),) if self.config.form == "columns" else self.convert()
         sum_launches = bwd_partials.make_launches(
             self.problem, self.tensors, self.dk_dv_partials, self.subgroups, gradients.dk, gradients.dv
         )
-        return first, main, *dq_launches, *sum_launches
+        return first, *find_long, main, *dq_launches, *sum_launches
 
 
 def _rows_descriptor(x: torch.Tensor, rows: int) -> Tiles:

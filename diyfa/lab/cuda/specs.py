@@ -563,6 +563,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         dlse = None if delta is None else torch.empty_like(lse)
         names = {
             "_prepare_kernel": ("prepare", 0),
+            "_find_long_blocks_kernel": ("long_blocks", 0),
             "_bwd_sm90_kernel": ("dkdv" if backward.config.form == "columns" else "", budget),
             "_bwd_wide_dq_kernel": ("dq", budget),
             "_convert_kernel": ("convert", 0),
