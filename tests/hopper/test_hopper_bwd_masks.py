@@ -17,8 +17,10 @@ from hopper_interpreted import interpret_backward, interpreted_only, run_backwar
 import diyfa  # noqa: E402
 from diyfa import BlockMask, registry  # noqa: E402
 from diyfa.backends.cuda.attention import bwd_partials  # noqa: E402
-from diyfa.backends.cuda.hopper import bwd_configs  # noqa: E402
-from diyfa.problem import AttentionProblem  # noqa: E402
+from diyfa.backends.cuda.attention.long_blocks import long_blocks_launch  # noqa: E402
+from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
+from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
+from diyfa.problem import AttentionProblem, AttentionTensors  # noqa: E402
 from diyfa.reference import reference_attention  # noqa: E402
 from diyfa.testing import AttentionCase  # noqa: E402
 
@@ -100,6 +102,71 @@ def test_empty_blocks_are_not_read(head_dim: int, monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(x.double(), y, rtol=2e-2, atol=2e-2)
     dq, dk, dv = found
     assert not dq[:, :, 130:].any() and not dk[:, :, :128].any() and not dv[:, :, 301:419].any()
+
+
+def windows(heads: int, n_blocks: int, rows: tuple[int, ...]) -> torch.Tensor:
+    """Return (heads, n, n) blocks of 128: the diagonal, and in head h what rows[h] says, a long block of keys."""
+    blocks = torch.eye(n_blocks, dtype=torch.bool).repeat(heads, 1, 1)
+    for h, j in enumerate(rows):
+        blocks[h, :, j] = True
+    return blocks
+
+
+@pytest.mark.parametrize("subgroups", [1, 2])
+def test_long_key_blocks_come_first(subgroups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each key block is taken once: also those of interleaved heads, and of heads whose group is divided."""
+    monkeypatch.setattr(bwd_partials, "count_subgroups", lambda *_: subgroups)
+    taken = []
+    find_long = bwd_launch.long_blocks_launch
+
+    def watched(problem: Any, tensors: Any, long_blocks: torch.Tensor, sizes: Any) -> Any:
+        taken.append(long_blocks)
+        return find_long(problem, tensors, long_blocks, sizes)
+
+    monkeypatch.setattr(bwd_launch, "long_blocks_launch", watched)
+    kernel = interpret_backward(monkeypatch, seed=4, multiprocessors=3)
+    generator = torch.Generator().manual_seed(1)
+    q, dout = (torch.randn(1, 6, 640, 64, generator=generator).bfloat16() for _ in range(2))
+    k, v = (torch.randn(1, 3, 640, 64, generator=generator).bfloat16() for _ in range(2))
+    keep = windows(6, 5, (4, 4, 0, 0, 2, 2)).repeat_interleave(128, 1).repeat_interleave(128, 2)
+    options = {"mask": BlockMask.from_dense(keep[None])}
+
+    def differentiated(attend: Callable[..., torch.Tensor], *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = tuple(x.clone().requires_grad_() for x in leaves)
+        return torch.autograd.grad(attend(*leaves, **options), leaves, dout.to(leaves[0].dtype))
+
+    expected = differentiated(reference_attention, *(x.double() for x in (q, k, v)))
+    found = differentiated(partial(diyfa.flash_attention, backend="cuda", variant="sm90"), q, k, v)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=2e-2, atol=2e-2)
+    assert kernel.launches == 1 and taken[0][0] == 3 * subgroups
+
+
+@pytest.mark.parametrize("interleaved_heads", [1, 2, 4])
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_which_key_blocks_are_long(interleaved_heads: int, group_size: int) -> None:
+    """Those with more than twice the mean of their head, by the numbers that `locate_key_block` has."""
+    generator = torch.Generator().manual_seed(interleaved_heads)
+    heads, n = 4, 150  # more key blocks than one step of the kernel has
+    blocks = torch.rand(heads * group_size, n, n, generator=generator) < 0.02
+    blocks[::3, :, 7] = blocks[1::3, 20:140, 149] = True
+    mask = BlockMask.from_dense(blocks.repeat_interleave(64, 1).repeat_interleave(64, 2)[None], block_size=64)
+    problem = PROBLEM.replace(
+        batch=1, heads_q=heads * group_size, heads_kv=heads, seqlen_q=n * 64, seqlen_k=n * 64, mask=(64, 64)
+    )
+    q = torch.zeros(1, heads * group_size, 1, 64)
+    tensors = AttentionTensors(q, q, q, 1.0, mask_blocks=mask.blocks, mask_bits=mask.bits)
+    found = torch.full((1 + 2 * heads * n,), -1, dtype=torch.int32)
+    found[0] = 0
+    sizes = {"group_size": group_size, "interleaved_heads": interleaved_heads}
+    launch_each([long_blocks_launch(problem, tensors, found, sizes)])
+    n_seen = blocks.view(heads, group_size, n, n).sum((1, 2)).float()
+    is_long = n_seen > 2 * n_seen.mean(1, keepdim=True)
+    in_order = [(h, j) for h in range(heads - interleaved_heads) for j in range(n)]
+    in_order += [(h, j) for j in range(n) for h in range(heads - interleaved_heads, heads)]
+    numbers = [i for i, (h, j) in enumerate(in_order) if is_long[h, j]]
+    assert numbers and sorted(found[1 : 1 + found[0]].tolist()) == numbers
+    assert found[1 + heads * n :].nonzero()[:, 0].tolist() == numbers
 
 
 PROBLEM = AttentionProblem(
