@@ -164,10 +164,10 @@ def _attend_blocks(
     """
     config: gl.constexpr = consumer.shared.config
     ring = consumer.shared.ring
-    LISTED: gl.constexpr = MASKED and config.MASK_K > 0
+    HAS_WORDS: gl.constexpr = MASKED and config.MASK_K > 0
     # Three loads find the bits of a block: its columns, then with these its codes, then with those its words. Columns
     # are read two blocks early and codes one block early, so that no load waits for another.
-    if LISTED:
+    if HAS_WORDS:
         codes, columns = upcoming
     for i in range(start, end):
         item += 2  # this block's K; item - 1 is the previous block's V
@@ -182,7 +182,7 @@ def _attend_blocks(
             start_n = keys.first_key(i, keys.columns(i), 0)
         factors = block_factors(consumer.block_factors_ptr, start_n, consumer.problem.seqlen_k, config)
         words = None
-        if LISTED:  # while the products run
+        if HAS_WORDS:  # while the products run
             words = keys.keep_words(i, codes, gl.arange(0, ROWS, layout=m_i.type.layout))
             codes = keys.codes(columns)
             columns = keys.masked_columns(i + 2)
@@ -200,12 +200,13 @@ def _attend_blocks(
         l_i += sums_by_thread(weights)
         o = finish_values(o)
         ring.channel.release(item - 1)
-        # The branches of `rescaled` keep ptxas from converting a masked block's weights while the products of the
-        # previous ones run. These would lie in other registers, and each full block would move its weights.
-        if LISTED:
+        # With words, rescale first: the branches of `rescaled` keep ptxas from converting the weights while earlier
+        # products run. Converted then, they would lie in other registers than the weights of full blocks, and the loop
+        # over full blocks would move its weights.
+        if HAS_WORDS:
             o = rescaled(o, alpha)
         p = consumer.weights_operand(weights, o)
-        if not FIXED_MAX and not LISTED:
+        if not FIXED_MAX and not HAS_WORDS:
             o = rescaled(o, alpha)
     return o, p, m_i, l_i, item
 
@@ -239,11 +240,11 @@ def _attend_tile(consumer, tile, item, q_loads):
     """Compute and write the rows of out and lse of this consumer's 64 queries of a tile.
 
     1. Skip the blocks that the right mask hides from all 64 rows. A lone consumer has none: the tile ends at its rows.
-    2. Prologue: scores and softmax of the first block of the order (`block_order`).
+    2. Prologue: scores and softmax of the block at position 0 of the order (`block_order`).
     3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. Positions [1, n_masked) of
        the order are masked, later ones are not. FIXED_MAX: positions [1, n_edge_blocks) update the maximum, and
-       [n_edge_blocks, n_blocks) use it unchanged. With a block mask, the order is that of the tile's list, in which
-       masked blocks are those with a partial or absent unit.
+       [n_edge_blocks, n_blocks) use it unchanged. With a block mask, the order is that of the tile's list
+       (`gluon/block_mask.py`), which begins with the masked blocks.
     4. Epilogue: values of the last block, division by the sum of weights, lse, stores.
 
     float8: factors of q and k join the scale of the scores, those of key blocks multiply columns of products, that of v
@@ -298,18 +299,18 @@ def _attend_tile(consumer, tile, item, q_loads):
         words = keys.keep_words(0, (tile.listed.code, tile.listed.next_code), gl.arange(0, ROWS, layout=S_ROWS))
 
     # Prologue: no block comes before the first one, so there are no values to add.
-    scale = consumer.score.scale
+    scale = consumer.score.scale  # without factors of float8
     if config.BITS == 8:
-        factor = outputs.factors.query_factor(tile, row0, problem, config)
-        score = consumer.score.scaled(factor * outputs.factors.key_factor(tile, problem, config))
+        q_factor = outputs.factors.query_factor(tile, row0, problem, config)
+        score = consumer.score.scaled(q_factor * outputs.factors.key_factor(tile, problem, config))
         consumer = consumer.with_factors(score, outputs.factors.block_factors_ptr(tile, problem, config))
     if config.SCORE_FN is not None:
         consumer = consumer.with_function(tile)
     queries.wait_full(CONSUMER, q_loads)
     if config.K_MEAN:
-        offset = factor * outputs.factors.key_mean_products(tile, problem, queries, CONSUMER, S_ROWS, config)
+        offset = q_factor * outputs.factors.key_mean_products(tile, problem, queries, CONSUMER, S_ROWS, config)
     q = queries_in_registers(queries, CONSUMER, config)
-    # All queries are in registers and out does not leave through their buffers: nobody reads these any more.
+    # All queries are in registers, and out does not leave through their buffers: these are free.
     if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS == config.BOXES:
         queries.release(CONSUMER)
     ring.channel.wait(item)
