@@ -249,7 +249,8 @@ def _attend_keys(
         if not c.ONE_PAGE:
             keys += tl.arange(0, c.BLOCK_N)
         is_key = keys < n_keys
-        if c.HAS_LEFT and not c.ONE_PAGE:  # pages left of the window may hold NaN, and a weight of 0 times NaN is NaN
+        # Pages left of the window may hold NaN, and a weight of 0 times NaN is NaN. With ONE_PAGE no block lies in one.
+        if c.HAS_LEFT and not c.ONE_PAGE:
             is_key = is_key & (keys >= first_key)
         page = _load_pages(table, keys, is_key, c)
     for block in tl.range(begin, end):

@@ -207,7 +207,7 @@ def load_keys(keys, sizes, shared, inputs):
     for c in gl.static_range(config.BLOCK_N // ROWS):
         start_load(
             inputs.k_tensor, b, hk, keys.col0 + c * ROWS, end_k, keys.n_keys,
-            shared.k_buffers, c, shared.keys.pick(c).full_barrier(0), config.BOXES, RAGGED,  # one stage: any item
+            shared.k_buffers, c, shared.keys.pick(c).full_barrier(0), config.BOXES, RAGGED,  # one stage, so any item
         )  # fmt: skip
     for c in gl.static_range(config.BLOCK_N // ROWS):
         start_load(
@@ -354,7 +354,7 @@ def _positions(s, start_m, consumer):
     """Return (key [64, 1], diagonal [64, 1], column [1, BLOCK_M]) of a block of scores; its columns are queries.
 
     A key is aligned with the query in column `diagonal`. `diagonal` and `column` lack the lane's summand
-    (`split_columns`): so `column` is known when the kernel is compiled, and their difference is right.
+    (`split_columns`), which their difference does not need. So `column` is known when the kernel is compiled.
     """
     keys = consumer.keys
     lane, column = split_columns(s)

@@ -236,6 +236,68 @@ def _skip_masked(consumer, tile, key0, item):
 
 
 @gluon.jit
+def _loop_bounds(consumer, tile, order, key0, keys):
+    """Return (n_masked, n_edge_blocks, n_blocks), positions in the order of a tile's key blocks.
+
+    A mask or the end of the keys may cut only blocks [0, n_masked). Every row sees all keys of blocks [n_edge_blocks,
+    n_blocks), and has seen a key before them. `key0`: as in `_skip_masked`. `keys`: with a block mask, the `TileList`.
+    """
+    config: gl.constexpr = consumer.shared.config
+    problem = consumer.problem
+    n_blocks = order.end_block - order.first_block
+    n_edge_blocks = order.n_right + order.n_left
+    n_masked = 1
+    if problem.HAS_LEFT:
+        n_masked = n_edge_blocks
+    elif problem.HAS_RIGHT:
+        _, _, full_end, _ = problem.keys_of_rows(key0, ROWS, tile.n_keys)
+        n_masked = order.end_block - last_block(full_end, config.BLOCK_N)
+        n_masked = gl.maximum(gl.minimum(n_masked, order.n_right), 1)
+    if config.MASK_K > 0:
+        n_masked = keys.masked_count()
+        # Block n_masked is full, so every row has seen a key after it.
+        n_edge_blocks = gl.minimum(n_masked + 1, n_blocks)
+    return n_masked, n_edge_blocks, n_blocks
+
+
+@gluon.jit
+def _finish_rows(consumer, tile, rows, offs_m, o, m_i, l_i, scale, offset):
+    """Return (factor of out, weight of all keys beside the sink, lse) of rows [64] after the KV loop.
+
+    `offset` [64]: with K_MEAN, the products of queries and the mean of k. `scale`: that of the scores, without factors.
+    """
+    config: gl.constexpr = consumer.shared.config
+    problem = consumer.problem
+    outputs = consumer.outputs
+    l_rounded = l_i
+    if config.FIXED_MAX:  # a running maximum makes a dominant weight exactly 1, so that l_i serves for out as well
+        # Out is divided by the sum of the rounded weights. So it stays a mean of the values, in which the rounding of a
+        # dominant weight cancels. It also agrees with the weights of the backward pass: delta is rowsum(dout * out).
+        l_rounded = gl.convert_layout(gl.max(o[run_count(config.BOXES_V)], 1), l_i.type.layout)
+    # A row that saw no key or is beyond its sample's end has out 0 and lse +inf.
+    has_keys = l_i != 0.0
+    if config.BITS == 8 and problem.HAS_RIGHT:  # a NaN factor makes l_i NaN even if all keys are hidden
+        right = 0 if problem.CAUSAL else problem.window_right
+        has_keys = has_keys & (rows.position + right >= 0)
+    if config.K_MEAN:  # q times the mean of k is part of each score of a row: it moves the lse, not the weights
+        m_i += (-offset if consumer.score.NEGATE else offset) * scale
+        l_rounded = gl.where(offset - offset == 0.0, l_rounded, float("nan"))  # NaN if the offset is not finite
+    total = gl.where(has_keys, l_i, 1.0)
+    factor = gl.where(has_keys, 1.0 / gl.where(has_keys, l_rounded, 1.0), 0.0)
+    lse_log2 = gl.where(has_keys, m_i + gl.log2(total), float("-inf"))
+    keys_weight = factor
+    if outputs.SINKS:
+        lse, keys_weight = add_sink(lse_log2, gl.load(outputs.sinks_ptr + tile.h))
+    else:
+        lse = lse_log2 * LN2
+    lse = gl.where(lse == float("-inf"), float("inf"), lse)
+    if problem.LENGTHS == SEQ_LENS:
+        factor = gl.where(offs_m < tile.n_queries, factor, 0.0)
+        lse = gl.where(offs_m < tile.n_queries, lse, float("inf"))
+    return factor, keys_weight, lse
+
+
+@gluon.jit
 def _attend_tile(consumer, tile, item, q_loads):
     """Compute and write the rows of out and lse of this consumer's 64 queries of a tile.
 
@@ -273,23 +335,10 @@ def _attend_tile(consumer, tile, item, q_loads):
         item = _skip_masked(consumer, tile, key0, item)
         order = order.without_last((item - first_item) // 2)
     offs_m = row0 + gl.arange(0, ROWS, layout=S_ROWS)
-    # Positions in the order. A mask or the end of the keys may cut only blocks [0, n_masked). Every row sees all keys
-    # of blocks [n_edge_blocks, n_blocks), and has seen a key before them.
-    n_blocks = order.end_block - order.first_block
-    n_edge_blocks = order.n_right + order.n_left
-    n_masked = 1
-    if problem.HAS_LEFT:
-        n_masked = n_edge_blocks
-    elif problem.HAS_RIGHT:
-        _, _, full_end, _ = problem.keys_of_rows(key0, ROWS, tile.n_keys)
-        n_masked = order.end_block - last_block(full_end, config.BLOCK_N)
-        n_masked = gl.maximum(gl.minimum(n_masked, order.n_right), 1)
     keys = None
     if LISTED:
         keys = problem.tile_list(tile, row0, config.BLOCK_N)
-        n_masked = keys.masked_count()
-        # Block n_masked is full, so every row has seen a key after it.
-        n_edge_blocks = gl.minimum(n_masked + 1, n_blocks)
+    n_masked, n_edge_blocks, n_blocks = _loop_bounds(consumer, tile, order, key0, keys)
     slope = 0.0
     if consumer.score.ALIBI:
         slope = gl.load(outputs.slopes_ptr + tile.b * outputs.stride_slopeb + tile.h) * LOG2E
@@ -307,6 +356,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     if config.SCORE_FN is not None:
         consumer = consumer.with_function(tile)
     queries.wait_full(CONSUMER, q_loads)
+    offset = None
     if config.K_MEAN:
         offset = q_factor * outputs.factors.key_mean_products(tile, problem, queries, CONSUMER, S_ROWS, config)
     q = queries_in_registers(queries, CONSUMER, config)
@@ -367,31 +417,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     o = finish_values(consumer.start_block_values(p, o, item + 1))
     ring.channel.release(item + 1)
     l_i = gl.convert_layout(gl.sum(l_i, 1), S_ROWS)
-    l_rounded = l_i
-    if config.FIXED_MAX:  # a running maximum makes a dominant weight exactly 1, so that l_i serves for out as well
-        # Out is divided by the sum of the rounded weights. So it stays a mean of the values, in which the rounding of a
-        # dominant weight cancels. It also agrees with the weights of the backward pass: delta is rowsum(dout * out).
-        l_rounded = gl.convert_layout(gl.max(o[run_count(config.BOXES_V)], 1), S_ROWS)
-    # A row that saw no key or is beyond its sample's end has out 0 and lse +inf.
-    has_keys = l_i != 0.0
-    if config.BITS == 8 and problem.HAS_RIGHT:  # a NaN factor makes l_i NaN even if all keys are hidden
-        right = 0 if problem.CAUSAL else problem.window_right
-        has_keys = has_keys & (rows.position + right >= 0)
-    if config.K_MEAN:  # q times the mean of k is part of each score of a row: it moves the lse, not the weights
-        m_i += (-offset if consumer.score.NEGATE else offset) * scale
-        l_rounded = gl.where(offset - offset == 0.0, l_rounded, float("nan"))  # NaN if the offset is not finite
-    total = gl.where(has_keys, l_i, 1.0)
-    factor = gl.where(has_keys, 1.0 / gl.where(has_keys, l_rounded, 1.0), 0.0)
-    lse_log2 = gl.where(has_keys, m_i + gl.log2(total), float("-inf"))
-    keys_weight = factor
-    if outputs.SINKS:
-        lse, keys_weight = add_sink(lse_log2, gl.load(outputs.sinks_ptr + tile.h))
-    else:
-        lse = lse_log2 * LN2
-    lse = gl.where(lse == float("-inf"), float("inf"), lse)
-    if problem.LENGTHS == SEQ_LENS:
-        factor = gl.where(offs_m < tile.n_queries, factor, 0.0)
-        lse = gl.where(offs_m < tile.n_queries, lse, float("inf"))
+    factor, keys_weight, lse = _finish_rows(consumer, tile, rows, offs_m, o, m_i, l_i, scale, offset)
     _store_lse(consumer, tile, offs_m, lse)
     overflown = 0
     if config.FIXED_MAX:
