@@ -79,9 +79,11 @@ def key_ranges(row0, mask, c: tl.constexpr):
 def query_ranges(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: tl.constexpr):
     """Return the queries that see keys [col0, col0 + BLOCK_N). All bounds but the ends are multiples of BLOCK_M.
 
-    The last full block may extend beyond the queries: these rows read as zeros, and their weight exp(s - inf) is 0.
-    EDGES: masked blocks are read in another form, because that of full blocks does not know where a sequence ends. So a
-    full block has only queries. With WHOLE_KEYS a block that extends beyond the keys has no full blocks.
+    A full block of queries may extend beyond the last query: the rows behind it read as zeros and their lse as inf, so
+    their weights are 0. With EDGES it may not: full blocks are read without a check for the sequence's end.
+
+    Keys beyond the last one read as zeros, so their weights exp(0 - lse) may be infinite. With WHOLE_KEYS a block that
+    has such keys has no full blocks of queries, so that a mask drops them.
     """
     n_queries, n_keys, offset, window_left, window_right = mask
     first = col0 - offset
@@ -105,9 +107,10 @@ def query_ranges(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: t
 
 @triton.jit
 def masked_keys(blocks, c: tl.constexpr):
-    """Return (begin, end, begin of a gap, its length) of one loop over those keys of `key_ranges` that need a mask.
+    """Return (begin, end, gap_begin, gap) of one loop over those keys of `key_ranges` that need a mask.
 
-    HAS_LEFT: they lie on both sides of the full ones. So positions from the gap's begin on are moved by its length.
+    With HAS_LEFT they lie on both sides of the full ones, the gap. The loop counts without the gap: its position n is
+    key n before gap_begin, and key n + gap from there on.
     """
     begin, full_begin, full_end, end = blocks
     gap = full_end - full_begin

@@ -52,6 +52,7 @@ class MaskConstants(Constants):
 @constexpr_function
 def _comparisons(code):
     """Return, for each term and each of its comparisons, (name, index of its first number, of its first tensor)."""
+    # How many numbers each comparison has (`diyfa.mask_terms`). Three of them have a tensor.
     numbers = {"band": 2, "before": 1, "prefix": 0, "same": 0, "tiles": 9, "dense": 4, "function": 0}
     n, t = 0, 0
     terms = []
@@ -66,9 +67,13 @@ def _comparisons(code):
 
 
 @constexpr_function
-def _count(code, term):
-    """Return the number of comparisons of a term, or of terms if `term` is -1."""
-    return len(_comparisons(code)) if term < 0 else len(_comparisons(code)[term])
+def _term_count(code):
+    return len(_comparisons(code))
+
+
+@constexpr_function
+def _comparison_count(code, term):
+    return len(_comparisons(code)[term])
 
 
 @constexpr_function
@@ -134,6 +139,7 @@ def _sees(TERM: tl.constexpr, INDEX: tl.constexpr, b, h, i, j, shift, exists_i, 
         is_text = (i >= tokens) | (j >= tokens)
         seen = (is_text & (numbers[n + 2] != 0)) | ((is_text == 0) & _sees_tile(i // volume, j // volume, n, numbers))
     elif NAME == "function":
+        # A mask function has no score: 0.
         seen = c.FUNCTION(0, b, h, i, j, (exists_i & exists_j, exists_i, exists_j), tensors)
     else:
         head = tensors[t] + b.to(tl.int64) * numbers[n] + h.to(tl.int64) * numbers[n + 1]
@@ -236,10 +242,10 @@ def _rows_kernel(
     exists = offs < nk
     j0 = offs * c.BLOCK_K
     j1 = tl.minimum(j0 + c.BLOCK_K, seqlen_k) - 1
-    some, every = offs < 0, offs < 0
-    for term in tl.static_range(_count(c.CODE, -1)):
-        term_some, term_every = offs >= 0, offs >= 0
-        for index in tl.static_range(_count(c.CODE, term)):
+    some, every = offs < 0, offs < 0  # false: no term yet
+    for term in tl.static_range(_term_count(c.CODE)):
+        term_some, term_every = offs >= 0, offs >= 0  # true: no comparison yet
+        for index in tl.static_range(_comparison_count(c.CODE, term)):
             may_see, must_see = _bounds(term, index, b, (i0, i0 + n_rows - 1), (j0, j1, nk), offs, inputs, c)
             term_some, term_every = term_some & may_see, term_every & must_see
         some, every = some | term_some, every | term_every
@@ -256,26 +262,26 @@ def _rows_kernel(
     bits = tl.arange(0, WORD)[None, None, :]
     for k in range(tl.sum(is_uncertain, 0)):
         block_j = tl.load(list_ptr + k)
-        slot = tl.program_id(0) * nk + block_j
+        slot = tl.program_id(0) * nk + block_j  # index of the block's bits
         j = block_j * c.BLOCK_K + words[None, :, None] * WORD + bits
         exists_j = j < seqlen_k
-        total = 0
+        n_seen = 0  # pairs of the block in which the query sees the key
         for row0 in range(0, c.BLOCK_Q, ROWS):  # ROWS at a time: all pairs of a block do not fit the registers
             rows = row0 + tl.arange(0, ROWS)
             exists_i = (rows < n_rows)[:, None, None]
             i = i0 + rows[:, None, None]
             inside = exists_i & exists_j
-            seen = inside & (i < i0)
-            for term in tl.static_range(_count(c.CODE, -1)):
+            seen = inside & (i < i0)  # false, [ROWS, BLOCK_K / 32, 32]
+            for term in tl.static_range(_term_count(c.CODE)):
                 term_seen = inside
-                for index in tl.static_range(_count(c.CODE, term)):
+                for index in tl.static_range(_comparison_count(c.CODE, term)):
                     term_seen &= _sees(term, index, b, h, i, j, shift, exists_i, exists_j, inputs, c)
                 seen |= term_seen
             word = tl.sum(seen.to(tl.int32) << bits, 2)  # [ROWS, BLOCK_K / 32]
-            total += tl.sum(tl.sum(tl.sum(seen.to(tl.int32), 2), 1), 0)
+            n_seen += tl.sum(tl.sum(tl.sum(seen.to(tl.int32), 2), 1), 0)
             block_bits = bits_ptr + slot.to(tl.int64) * (c.BLOCK_Q * c.BLOCK_K // WORD)
             tl.store(block_bits + rows[:, None] * (c.BLOCK_K // WORD) + words[None, :], word)
-        tl.store(codes_ptr + block_j, tl.where(total == 0, EMPTY, tl.where(total == n_rows * c.BLOCK_K, FULL, slot)))
+        tl.store(codes_ptr + block_j, tl.where(n_seen == 0, EMPTY, tl.where(n_seen == n_rows * c.BLOCK_K, FULL, slot)))
 
 
 @triton.jit(do_not_specialize=("seqlen_q", "seqlen_k", "length"))

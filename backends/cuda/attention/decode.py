@@ -97,8 +97,8 @@ class DecodeConstants(Constants):
 
     split: bool  # programs have shares of the iteration space; else each has a whole tile, or with chunks_apart a chunk
     scan: int  # tiles whose work is added up at once
-    one_scan: bool  # these are all tiles
-    wide_positions: bool  # positions in the iteration space may need more than 32 bits
+    one_scan: bool  # one scan has all tiles
+    wide_positions: bool  # positions on the line (`stream_k.py`) may need more than 32 bits
     one_round: bool  # all KV heads are walked at the same time: head_rounds is 1
     by_tile: bool  # `_combine_kernel` has programs for each tile; else for each share
     has_left: bool
@@ -223,13 +223,15 @@ def _attend_keys(
     q,  # [BLOCK_M, BLOCK_D]
     q_tail,  # [BLOCK_M, BLOCK_D_TAIL]
     tokens,  # [BLOCK_M]
-    begin, end, pad,
+    begin, end,  # blocks, counted from key `pad`
+    pad,
     first_key,  # the first key that the tile sees
     cache, mask, score, c: tl.constexpr,
 ):  # fmt: skip
     """Attend to blocks [begin, end) of keys -> (acc [BLOCK_M, BLOCK_DV], l_i, m_i [BLOCK_M]), not normalised.
 
-    m_i is in units of log2. `mask` and `score` are those of scores.py; slopes are [BLOCK_M, 1].
+    m_i is in units of log2. `mask` and `score` are those of scores.py; slopes are [BLOCK_M, 1]. With CHUNK the blocks
+    lie in one fixed chunk, and the last one comes first. With VALUE_PAIRS acc has even features, and acc_odd odd ones.
     """
     k_base, v_base, table, pages, strides = cache
     _, n_keys, _, _, _ = mask
@@ -242,16 +244,17 @@ def _attend_keys(
     acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV // (2 if c.VALUE_PAIRS else 1)], tl.float32)
     acc_odd = acc
     page = 0
-    if c.PAGE_SIZE > 0:
+    if c.PAGE_SIZE > 0:  # the pages of the first block of the loop
         keys = pad + (end - 1 if c.CHUNK > 0 else begin) * c.BLOCK_N
         if not c.ONE_PAGE:
             keys += tl.arange(0, c.BLOCK_N)
         is_key = keys < n_keys
-        if c.HAS_LEFT and not c.ONE_PAGE:  # pages left of the window may hold NaN, and a weight of 0 times NaN is NaN
+        # Pages left of the window may hold NaN, and a weight of 0 times NaN is NaN. With ONE_PAGE no block lies in one.
+        if c.HAS_LEFT and not c.ONE_PAGE:
             is_key = is_key & (keys >= first_key)
         page = _load_pages(table, keys, is_key, c)
     for block in tl.range(begin, end):
-        if c.CHUNK > 0:  # from the last block to the first
+        if c.CHUNK > 0:
             block = begin + end - 1 - block
         offs_n = pad + block * c.BLOCK_N + tl.arange(0, c.BLOCK_N)
         exists, k_rows, v_rows = _key_rows(page, offs_n, n_keys, pages, strides, c)
@@ -302,8 +305,9 @@ def _attend_keys(
 def _powers_of_two(largest):
     """Return powers of two (x, 1 / x) such that a row of bfloat16 times x fits float16.
 
-    `largest` is the row's largest absolute value. The product is exact but for elements below 2**-31 of it. float8 keys
-    become float16 in one instruction, exactly, but bfloat16 in five. So a bfloat16 query becomes float16.
+    `largest`: the row's largest absolute value. Elements of at least 2**-31 times `largest` keep all their bits.
+
+    Why not bfloat16: float8 keys become float16 in one instruction, exactly, but bfloat16 in five.
     """
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
     exponent = tl.where(exponent == 255, 141, tl.maximum(exponent, 15))  # if not finite, x = 1
@@ -428,8 +432,9 @@ def _decode_kernel(
     """Attend to the blocks of keys that the schedule (`stream_k.py`) gives this program.
 
     1. Find the program's share of the iteration space (SPLIT), or its tile or fixed chunk.
-    2. Cut a share into chunks, one for each tile and head that it touches: blocks [begin, end), counted from `first`,
-       the first block that the tile sees. For each chunk load the queries, and attend to its blocks of keys.
+    2. Walk along the share, from `position` to `share_end` on the line, and cut it into chunks, one for each tile and
+       head that it touches: blocks [begin, end), counted from `first`, the first block that the tile sees. For each
+       chunk load the queries, and attend to its blocks of keys.
     3. If the chunk is a whole tile, normalise the sums and write out and lse. Else write the sums to a slot of the
        workspace, for the combine kernel.
 

@@ -103,6 +103,7 @@ def _select_kernel(
 
     offs = tl.arange(0, c.COLUMNS)
     shift = seqlen_k - seqlen_q
+    # Positions of the first and the last query of each block [BLOCK_M, 1], and of the first key [1, COLUMNS].
     first = (block_i * c.BLOCK_Q + shift)[:, None]
     last = (tl.minimum((block_i + 1) * c.BLOCK_Q, seqlen_q) - 1 + shift)[:, None]
     key = (offs * c.BLOCK_K)[None, :]

@@ -101,7 +101,10 @@ def seq_info(b, lengths, LENGTHS: tl.constexpr):
 
 @triton.jit
 def cache_seq_info(b, lengths, c: tl.constexpr, inside=None):
-    """Return (first row in q, queries, first row of packed keys, keys, padding before the keys) over a cache."""
+    """Return (first row in q, queries, first row of packed keys, keys, padding before the keys) over a cache.
+
+    Programs exist for `seqlen_q` queries and `capacity` keys of a sequence, so more do not count.
+    """
     pointers, sizes = lengths
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, seqlens_ptr, leftpad_ptr = pointers
     seqlen_q, total_q, total_k, length, added, capacity = sizes

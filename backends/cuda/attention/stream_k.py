@@ -59,7 +59,7 @@ COMBINED_PROGRAMS = 1024  # the fewest programs of `_combine_kernel`, if each ha
 
 @triton.jit
 def divide_work(n_blocks, n_tiles, max_blocks, head_rounds, n_shares, SPLIT_COST: tl.constexpr):
-    """Divide the iteration space of `n_tiles` tiles with `n_blocks` blocks in all, `max_blocks` in the longest.
+    """Divide the iteration space of `n_tiles` tiles that have blocks: `n_blocks` in all, `max_blocks` in the longest.
 
     Returns (length of the line, length of a share, `cost`). `cost` is (tile_cost, min_tile_work): what starting a tile
     adds to its blocks, and the least that a tile takes on the line.
@@ -252,6 +252,8 @@ def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, tile_mask, c:
         first_share = (first_block // share).to(tl.int32)
     share_end = tl.minimum(first_share * share + share, length)
     end = first_block + n_blocks
+    # The share has the tile's first block, and ends before its last one. A share that has only the cost of the tile's
+    # start has no chunk of it.
     is_unfinished = (first_share * share <= first_block) & (first_block < share_end) & (share_end < end)
     last_share = ((end - 1) // share).to(tl.int32)
     return tile, hk, sequence, first_share, last_share, is_unfinished
@@ -266,16 +268,16 @@ def fixed_chunk(chunks_per_tile, heads_kv, blocks_m, lengths, tile_mask, c: tl.c
 
     Programs are numbered by tile, KV head, and if CHUNKS_APART by chunk. Else a program has the whole tile.
 
-    Returns (sequence, KV head, tile of the sequence, `cache_seq_info`, first block, end, the chunk for
-    `store_fixed_chunk`). There are no blocks (end <= first) if the tile has no rows, or sees no key of the chunk.
+    Returns (sequence, KV head, tile of the sequence, `cache_seq_info`, first block, end, (number of tile and KV head,
+    chunk)). There are no blocks (end <= first) if the tile has no rows, or sees no key of the chunk.
     """
-    pid = tl.program_id(0)
+    tile_and_head = tl.program_id(0)
     chunk = 0
     if c.CHUNKS_APART:
-        chunk = pid % chunks_per_tile
-        pid = pid // chunks_per_tile
-    tile = pid // heads_kv
-    hk = pid % heads_kv
+        chunk = tile_and_head % chunks_per_tile
+        tile_and_head = tile_and_head // chunks_per_tile
+    tile = tile_and_head // heads_kv
+    hk = tile_and_head % heads_kv
     b = tile // blocks_m
     block_m = tile % blocks_m
     sequence = cache_seq_info(b, lengths, c)
@@ -285,7 +287,7 @@ def fixed_chunk(chunks_per_tile, heads_kv, blocks_m, lengths, tile_mask, c: tl.c
     if c.CHUNKS_APART:
         first = tl.maximum(first, chunk * c.CHUNK)
         end = tl.minimum(end, (chunk + 1) * c.CHUNK)
-    return b, hk, block_m, sequence, first, end, (pid, chunk)
+    return b, hk, block_m, sequence, first, end, (tile_and_head, chunk)
 
 
 # ---- Partial results in the workspace
@@ -307,8 +309,8 @@ def store_partials(acc, l_i, m_i, slot, memory, c: tl.constexpr):
 def store_fixed_chunk(acc, l_i, m_i, chunk, chunks_per_tile, rows_per_tile, memory, c: tl.constexpr):
     """Write the partial results of a fixed chunk to its slot, which has only `rows_per_tile` of BLOCK_M rows."""
     sums_ptr, statistics_ptr = memory
-    tile, number = chunk
-    slot = tile.to(tl.int64) * chunks_per_tile + number
+    tile_and_head, number = chunk
+    slot = tile_and_head.to(tl.int64) * chunks_per_tile + number
     offs_m = tl.arange(0, c.BLOCK_M)
     sums = sums_ptr + (slot * rows_per_tile + offs_m[:, None]) * c.BLOCK_DV
     statistics = statistics_ptr + slot * (2 * rows_per_tile) + offs_m
@@ -354,6 +356,7 @@ def has_wide_positions(problem: KVCacheProblem, config: DecodeConfig) -> bool:
 
 
 def _programs_at_once(config: DecodeConfig, device: torch.device) -> int:
+    """Programs that a GPU runs at once. A meta device stands for a full GPU."""
     default = FULL_GPU if device.type == "meta" else INTERPRETED
     return config.programs_per_sm * (multiprocessors(device) or default)
 

@@ -63,7 +63,7 @@ class TileList:
 
     @gluon.jit
     def absent(self):
-        """Return the number of absent units in front of the others: 0 or 1."""
+        """Return how many absent units the tile has, in front of the others: 0 or 1."""
         return (self.n_full + self.n_partial) * self.SPLIT % self.UNITS
 
     @gluon.jit
@@ -139,7 +139,11 @@ class TileList:
 
 @gluon.jit
 def tile_list(mask, b, h, row0, sizes, n_full, n_partial, BLOCK_N: gl.constexpr):
-    """Return the `TileList` of a tile in head h of sample b, for its rows from row0 on. `sizes`: (Sq, Sk)."""
+    """Return the `TileList` of a tile in head h of sample b, for its rows from row0 on. `sizes`: (Sq, Sk).
+
+    A head of `mask_blocks` begins with nq * nk codes and nq lists of 2 + nk entries. A list has a count of full blocks,
+    a count of full and partial blocks, and columns.
+    """
     seqlen_q, seqlen_k = sizes
     MASK_K: gl.constexpr = mask.MASK_K
     UNIT: gl.constexpr = min(MASK_K, BLOCK_N)
@@ -158,7 +162,7 @@ def tile_list(mask, b, h, row0, sizes, n_full, n_partial, BLOCK_N: gl.constexpr)
 @gluon.jit
 def listed_blocks(mask, b, h, row0, sizes, BLOCK_N: gl.constexpr):
     """Return (`Listed` of a tile, number of its key blocks)."""
-    # The counts stand in front of the list, whose address does not depend on them: any numbers serve until then.
+    # Both counts lie in front of the columns. Their address does not depend on the counts, so row0 stands in for them.
     uncounted = tile_list(mask, b, h, row0, sizes, row0, row0, BLOCK_N)
     n_full = gl.load(uncounted.list_ptr - 2)
     n_partial = gl.load(uncounted.list_ptr - 1) - n_full

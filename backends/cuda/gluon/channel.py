@@ -50,14 +50,17 @@ class Channel:
 
     @gluon.jit
     def stage(self, item):
+        """Return the number of the item's stage. Channels that were allocated together share one numbering."""
         return item % self.STAGES * self.CHANNELS + self.INDEX
 
     @gluon.jit
     def parity(self, item):
+        """Return the parity, 0 or 1, of the phase in which the item's barriers complete."""
         return (item // self.STAGES) & 1
 
     @gluon.jit
     def full_barrier(self, item):
+        """Return the barrier that completes when the item's stage is full."""
         return self.full.index(self.stage(item))
 
     @gluon.jit
@@ -81,7 +84,7 @@ class Channel:
 
     @gluon.jit
     def signal(self, item):
-        """Arrive at the item's `full` barrier, once for each warp. `commit` is for stages that were written."""
+        """Arrive at the item's `full` barrier, once for each warp. For items without memory, as a mere signal."""
         _arrive(self.full_barrier(item))
 
     @gluon.jit

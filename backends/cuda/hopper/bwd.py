@@ -140,24 +140,31 @@ def _allocate_gradients(k_tensor, dq_tensor, config: gl.constexpr):
 
 
 @gluon.jit
-def _load_block(keys, h, i, item, words, sizes, shared, inputs):
+def _load_block(keys, h, i, item, words_item, sizes, shared, inputs):
     """Start copying the i-th block of queries of head h, and copy its words of a block mask, if it has some.
 
-    `words`: blocks with words of the heads and keys before.
+    `words_item`: item of `MaskWords` of the head's first block. Blocks with words come first.
     """
     config: gl.constexpr = shared.config
     load_queries(keys, h, i, item, sizes, shared, inputs)
     if config.MASK_Q > 0:  # noqa: SIM102 (decided when it is compiled)
         if i < keys.masked_count():
-            shared.mask_words.copy(words + i, keys.listed.words(keys.block(i), config.BLOCK_M))
+            shared.mask_words.copy(words_item + i, keys.listed.words(keys.block(i), config.BLOCK_M))
 
 
 @gluon.jit
 def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, scheduler, long_blocks_ptr):
     """One warp: draw block after block of keys, tell the other roles, and copy what they read.
 
-    The first queries of a block are copied before its keys, whose buffers become free later. With a block mask, long
-    blocks of keys (`attention/long_blocks.py`) have the lowest numbers, and are skipped where they would come otherwise.
+    For each block of keys
+
+    1. copy the first block of queries, whose stage is free early;
+    2. wait until the consumers have finished the block of keys before, and tell all roles the new one;
+    3. copy K and V, to buffers that are free since then, and the other blocks of queries of all heads of the group;
+    4. announce the chunk of dQ that comes with the block (`RollingDq`).
+
+    With a block mask the first numbers are long blocks of keys (`attention/long_blocks.py`), which are skipped where
+    they would come otherwise.
     """
     config: gl.constexpr = shared.config
     n_blocks = gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * sizes.batch * (sizes.heads_q // sizes.group_size)
@@ -165,14 +172,14 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
     if config.MASK_Q > 0:
         n_long = gl.load(long_blocks_ptr)
     count = n_long + n_blocks
-    WAITS: gl.constexpr = config.DETERMINISTIC or config.ROLLING
+    WAITS: gl.constexpr = config.DETERMINISTIC or config.ROLLING  # programs wait for blocks of keys drawn before theirs
     if WAITS:
         index = draw_key_block(scheduler, True)
     else:
         index = gl.program_id(0)
-    item = 0
-    iteration = 0
-    words = 0
+    item = 0  # blocks of queries so far, of all heads and keys
+    iteration = 0  # blocks of keys so far
+    words_item = 0  # blocks of queries with words so far
     while index < count:
         number = index - n_long
         exists = True
@@ -189,19 +196,20 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
             seen = keys.seen_by(h, sizes, config)
             n = seen.end - seen.begin
             if n > 0:
-                _load_block(seen, h, 0, item, words, sizes, shared, inputs)
+                _load_block(seen, h, 0, item, words_item, sizes, shared, inputs)
             chunk = rolling_dq.chunk_with(index)
             key_blocks.write(iteration, keys, chunk, KEYS)
             load_keys(keys, sizes, shared, inputs)
             for g in range(sizes.group_size):
                 seen = keys.seen_by(h + g, sizes, config)
                 n = seen.end - seen.begin
+                # Without a block mask all heads have n blocks, so `item` need not change in this loop.
                 first_item = item if config.MASK_Q > 0 else item + g * n
                 for i in range(gl.where(g == 0, 1, 0), n):
-                    _load_block(seen, h + g, i, first_item + i, words, sizes, shared, inputs)
-                if config.MASK_Q > 0:  # otherwise all heads have equally many blocks
+                    _load_block(seen, h + g, i, first_item + i, words_item, sizes, shared, inputs)
+                if config.MASK_Q > 0:
                     item += n
-                    words += seen.masked_count()
+                    words_item += seen.masked_count()
             rolling_dq.announce(chunk, iteration)
             if config.MASK_Q == 0:
                 item += sizes.group_size * n
@@ -235,7 +243,7 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, gradients, rolling_dq, dq_tens
             first = first_query_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
             first_dq_block = first
             if config.ROLLING:
-                first_dq_block = rolling_dq.first_block(head, g)
+                first_dq_block = rolling_dq.first_query_block(head, g)
             for i in range(seen.end - seen.begin):
                 block = seen.block(i)
                 half = (first + block) * CONSUMER_COUNT + CONSUMER
@@ -314,7 +322,7 @@ def _add_query_blocks(
     consumer, gradients, start, end,
     dk, dv,  # [64, D] fp32, `_zero_gradient`
     item,  # number of the block among those of all heads
-    words,  # as in `_load_block`
+    words_item,  # as in `_load_block`
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add to dk and dv, and hand to the adder as dQ, what blocks [start, end) of queries of one head contribute.
@@ -334,19 +342,19 @@ def _add_query_blocks(
     for i in range(start, end):
         block = consumer.keys.visited_block(i, MASKED)
         stage = shared.queries.stage(item)
-        # Without it the compiler would form the descriptors of K and V once, and keep them in 50 registers.
+        # Without this zero the compiler would form the descriptors of K and V once, and keep them in 50 registers.
         zero = optimisation_barrier(item * 0)
         shared.queries.wait(item)
         s = start_product(shared.k_buffers, c + zero, shared.q_buffers, stage, B, B, M, config.LAST_COLUMNS)
         shared.douts.wait(item)
         dp = start_product(shared.v_buffers, c + zero, shared.do_buffers, stage, B, B, M, config.LAST_COLUMNS)
         s = warpgroup_mma_wait(B, deps=[s])  # dP, a product for each box, runs on
-        p, derivative = softmax_weights(s, shared.lse(stage), block * M, consumer, MASKED, words + i)
+        p, p_derivative = softmax_weights(s, shared.lse(stage), block * M, consumer, MASKED, words_item + i)
         p = gl.convert_layout(p.to(DTYPE), OPERAND)
         dp = warpgroup_mma_wait(0, deps=[dp])
         delta = shared.delta(stage)  # before dV starts: after that no registers are left
         dv = _start_gradient(p, shared.do_buffers, stage, dv, config)
-        ds = (derivative * (dp - delta)).to(DTYPE)
+        ds = (p_derivative * (dp - delta)).to(DTYPE)
         gradients.store_ds(ds, item, c)
         ds = gl.convert_layout(ds, OPERAND)
         sync_consumers()
@@ -368,7 +376,7 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, gradients, outputs, rolling_dq
     config: gl.constexpr = shared.config
     scale = scale_in_log2(outputs.scale, config.SOFTCAP)
     item = 0
-    words = 0
+    words_item = 0
     iteration = 0
     kind, chunk, keys = key_blocks.read(iteration, sizes, config.LENGTHS)
     while kind == KEYS:
@@ -382,18 +390,18 @@ def _consumer(INDEX: gl.constexpr, sizes, shared, gradients, outputs, rolling_dq
             seen = keys.seen_by(keys.hk * sizes.group_size + g, sizes, config)
             n_masked = seen.masked_count()
             head_consumer = consumer.with_slope(g)
-            dk, dv, item = _add_query_blocks(head_consumer, gradients, 0, n_masked, dk, dv, item, words, True)
+            dk, dv, item = _add_query_blocks(head_consumer, gradients, 0, n_masked, dk, dv, item, words_item, True)
             dk, dv, item = _add_query_blocks(
-                head_consumer, gradients, seen.full_begin, seen.full_end, dk, dv, item, words, False
+                head_consumer, gradients, seen.full_begin, seen.full_end, dk, dv, item, words_item, False
             )
             if config.MASK_Q > 0:
-                words += n_masked
+                words_item += n_masked
         rolling_dq.wait_until_added(iteration)
         key_blocks.channel.release(iteration)
-        x = rolling_dq.load_first(chunk, INDEX)
+        first_dq = rolling_dq.load_first(chunk, INDEX)
         _store_rows(dv, 1.0, outputs.dv_ptr, outputs.dv_tensor, gradients.out_buffers, consumer)
         _store_rows(dk, outputs.sm_scale, outputs.dk_ptr, outputs.dk_tensor, gradients.out_buffers, consumer)
-        rolling_dq.convert(chunk, x, iteration, INDEX, item, gradients, outputs.sm_scale)
+        rolling_dq.convert(chunk, first_dq, iteration, INDEX, item, gradients, outputs.sm_scale)
         iteration += 1
         kind, chunk, keys = key_blocks.read(iteration, sizes, config.LENGTHS)
     rolling_dq.convert_last_chunks(kind, chunk, iteration, INDEX, key_blocks, gradients, outputs.sm_scale)

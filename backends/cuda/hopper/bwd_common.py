@@ -207,7 +207,7 @@ def load_keys(keys, sizes, shared, inputs):
     for c in gl.static_range(config.BLOCK_N // ROWS):
         start_load(
             inputs.k_tensor, b, hk, keys.col0 + c * ROWS, end_k, keys.n_keys,
-            shared.k_buffers, c, shared.keys.pick(c).full_barrier(0), config.BOXES, RAGGED,
+            shared.k_buffers, c, shared.keys.pick(c).full_barrier(0), config.BOXES, RAGGED,  # one stage, so any item
         )  # fmt: skip
     for c in gl.static_range(config.BLOCK_N // ROWS):
         start_load(
@@ -327,7 +327,7 @@ def start_product(
 
 @gluon.jit
 def scale_in_log2(scale, SOFTCAP: gl.constexpr):
-    """The factor of products in `exponents`."""
+    """The factor of products in `exponents`. Its tanh(x) is formed of exp(2x), hence the 2 with a softcap."""
     return scale * (2.0 * LOG2E) if SOFTCAP else scale * LOG2E
 
 
@@ -345,34 +345,35 @@ def exponents(s, lse, scale, cap, SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def with_derivative(p, t, SOFTCAP: gl.constexpr):
-    """Weights times the softcap's derivative."""
+    """Weights p times the derivative of the softcap, whose tanh is t."""
     return p * (1.0 - t * t) if SOFTCAP else p
 
 
 @gluon.jit
 def _positions(s, start_m, consumer):
-    """Return (keys [64, 1], columns that they are aligned with, columns [1, BLOCK_M]) of a block of scores.
+    """Return (key [64, 1], diagonal [64, 1], column [1, BLOCK_M]) of a block of scores; its columns are queries.
 
-    Columns lack the lane's summand (`split_columns`), so those of the block are constants.
+    A key is aligned with the query in column `diagonal`. `diagonal` and `column` lack the lane's summand
+    (`split_columns`), which their difference does not need. So `column` is known when the kernel is compiled.
     """
     keys = consumer.keys
-    lane, constant = split_columns(s)
+    lane, column = split_columns(s)
     key = keys.col0 + consumer.ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))[:, None]
-    return key, key - (keys.n_keys - keys.n_queries) - start_m - lane, constant
+    return key, key - (keys.n_keys - keys.n_queries) - start_m - lane, column
 
 
 @gluon.jit
 def _distances(s, start_m, consumer):
     """Return the distances of keys and queries of a block of scores [64, BLOCK_M]."""
-    _, diagonal, constant = _positions(s, start_m, consumer)
-    return gl.abs(diagonal.to(gl.float32) - constant.to(gl.float32))
+    _, diagonal, column = _positions(s, start_m, consumer)
+    return gl.abs(diagonal.to(gl.float32) - column.to(gl.float32))
 
 
 @gluon.jit
-def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr, number=0):
+def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr, words_item=0):
     """Products s [64, BLOCK_M] and lse [1, BLOCK_M] -> (weights Pᵀ, Pᵀ times the softcap's derivative).
 
-    start_m: the first query. `number`: with a block mask, the number of the block in `MaskWords`.
+    `start_m`: the first query. `words_item`: with a block mask, the block's item of `MaskWords`.
     """
     config: gl.constexpr = consumer.shared.config
     keys = consumer.keys
@@ -380,16 +381,16 @@ def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr, number=0):
     if config.ALIBI:
         x = x - consumer.slope * _distances(s, start_m, consumer)
     if MASKED and config.MASK_Q == 0:
-        key, diagonal, constant = _positions(s, start_m, consumer)
-        is_visible = (key < keys.n_keys) & (constant >= 0)
+        key, diagonal, column = _positions(s, start_m, consumer)
+        is_visible = (key < keys.n_keys) & (column >= 0)  # all columns: it gives the shape of s
         if config.HAS_RIGHT:
-            is_visible = is_visible & (constant >= diagonal - consumer.sizes.window_right)
+            is_visible = is_visible & (column >= diagonal - consumer.sizes.window_right)
         if config.HAS_LEFT:
-            is_visible = is_visible & (constant <= diagonal + consumer.sizes.window_left)
+            is_visible = is_visible & (column <= diagonal + consumer.sizes.window_left)
         x = gl.where(is_visible, x, float("-inf"))
     p = gl.exp2(x)
     if MASKED and config.MASK_Q > 0:  # here, not before the exponential: words would be alive beside x
-        p = gl.where(consumer.shared.mask_words.visible_pairs(number, s, consumer.INDEX), p, 0.0)
+        p = gl.where(consumer.shared.mask_words.visible_pairs(words_item, s, consumer.INDEX), p, 0.0)
     return p, with_derivative(p, t, config.SOFTCAP)
 
 

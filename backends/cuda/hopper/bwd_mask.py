@@ -23,10 +23,10 @@ from diyfa.backends.cuda.hopper.mma import ROWS
 class QueryList:
     """The list of the blocks of queries that see a block of keys in one head."""
 
-    list_ptr: gl.tensor  # blocks of the mask: full ones, then partial ones
-    codes_ptr: gl.tensor  # codes of the block of keys, the first block of queries first
-    code_stride: gl.tensor  # from one block of queries to the next
-    bits_ptr: gl.tensor
+    list_ptr: gl.tensor  # numbers of the mask's blocks of queries: full ones, then partial ones
+    codes_ptr: gl.tensor  # code of the mask's first block of queries and this block of keys
+    code_stride: gl.tensor  # entries from there to the code of the next block of queries
+    bits_ptr: gl.tensor  # `mask_bits`
     n_full: gl.tensor  # full blocks of the mask
     n_masked: gl.tensor  # blocks of BLOCK_M queries in partial blocks of the mask
     n_blocks: gl.tensor  # all blocks of BLOCK_M queries
@@ -35,7 +35,7 @@ class QueryList:
 
     @gluon.jit
     def block(self, i):
-        """Return the number of the i-th block of queries."""
+        """Return the number of the i-th block of queries. Those of partial blocks come first, unlike in the list."""
         at = gl.where(i < self.n_masked, self.n_full * self.SPLIT + i, i - self.n_masked)
         return gl.load(self.list_ptr + at // self.SPLIT) * self.SPLIT + at % self.SPLIT
 
@@ -48,10 +48,14 @@ class QueryList:
 
 @gluon.jit
 def query_list(b, h, col0, sizes, config: gl.constexpr):
-    """Return the list of head h of sample b for the block of keys at col0."""
+    """Return the list of head h of sample b for the block of keys at col0.
+
+    A head of `mask_blocks` has nq * nk codes, nq lists of 2 + nk entries, and nk lists of 2 + nq entries. Each list
+    begins with two counts: of full blocks, of full and partial blocks.
+    """
     mask = sizes.mask
     SPLIT: gl.constexpr = mask.MASK_Q // config.BLOCK_M
-    # Without barriers the compiler would compute what follows once, and keep it in registers, which are short.
+    # Without barriers the compiler would compute nq and nk once, and keep them in registers that the roles do not have.
     seqlen_q = optimisation_barrier(sizes.seqlen_q)
     nq = gl.cdiv(seqlen_q, mask.MASK_Q)
     nk = gl.cdiv(optimisation_barrier(sizes.seqlen_k), mask.MASK_K)
@@ -63,7 +67,7 @@ def query_list(b, h, col0, sizes, config: gl.constexpr):
     n_listed = gl.load(list_ptr - 1)
     n_masked = (n_listed - n_full) * SPLIT
     n_blocks = n_listed * SPLIT
-    if SPLIT > 1:  # of the last block of the mask, only the first half may have queries
+    if SPLIT > 1:  # SPLIT is 2: in the mask's last block only the first half may have queries
         code = gl.load(codes_ptr + (nq - 1) * nk)
         missing = nq * SPLIT - gl.cdiv(seqlen_q, config.BLOCK_M)
         n_masked -= gl.where(code >= 0, missing, 0)
@@ -84,8 +88,8 @@ class MaskWords:
     channel: Channel
 
     @gluon.jit
-    def copy(self, number, words_ptr):
-        """In the producer, copy the words of a block. `number`: blocks of which words were copied before."""
+    def copy(self, item, words_ptr):
+        """In the producer, copy the words of a block as `item`: how many blocks of words were copied before."""
         CONSUMERS: gl.constexpr = self.buffers.shape[0]
         WORDS: gl.constexpr = self.buffers.shape[1]
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS, 1], [1, 32], [1, 1], [0, 1])
@@ -95,18 +99,18 @@ class MaskWords:
         words = ()
         for c in gl.static_range(CONSUMERS):
             words += (gl.load(at + c * WORDS),)
-        self.channel.acquire(number)
+        self.channel.acquire(item)
         for c in gl.static_range(CONSUMERS):
             self.buffers.index(c).store(words[c])
-        self.channel.commit(number)
+        self.channel.commit(item)
 
     @gluon.jit
-    def visible_pairs(self, number, s, CONSUMER: gl.constexpr):
-        """In a consumer, wait for the words of a block. Return which of its queries see which keys, as s has them."""
+    def visible_pairs(self, item, s, CONSUMER: gl.constexpr):
+        """In a consumer, wait for the words of a block. Return which pairs of scores s [64, BLOCK_M] are visible."""
         LAYOUT: gl.constexpr = s.reshape([self.buffers.shape[1], WORD, s.shape[1]]).type.layout
-        self.channel.wait(number)
+        self.channel.wait(item)
         words = self.buffers.index(CONSUMER).load(gl.SliceLayout(1, LAYOUT))
-        self.channel.release(number)
+        self.channel.release(item)
         # A thread has two keys of a word, 8 apart. That distance is a constant here, so a word is shifted once.
         key = gl.arange(0, WORD, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
         is_visible = (words[:, None, :] >> (key & ~8) >> (key & 8)) & 1 != 0

@@ -3,7 +3,7 @@
 Without it the fp32 dQ of all queries is cleared, added up, and read again by `_convert_kernel`. That takes 75 us for
 16384 tokens of 2048 columns. Rolling dQ needs memory for `slots` heads only, which stays in the L2 cache, and no other
 kernel. `bwd.py` calls one method of `RollingDq` wherever a role has to do something for it. Unless ROLLING, the methods
-do nothing. ROLLING excludes seq_lens, packed sequences and softcap (`_can_roll`).
+do nothing. ROLLING excludes seq_lens, packed sequences and softcap.
 
 * "Head" is a head of K here. It stands for all query heads of its group, or of a chunk of the group
 (`bwd_partials.py`).
@@ -16,7 +16,7 @@ do nothing. ROLLING excludes seq_lens, packed sequences and softcap (`_can_roll`
   have cleared. Each adder counts, so a block or chunk counts CONSUMER_COUNT times. Consumers read a chunk when the
   first count is complete. An adder begins with a head when the second count of the head that had the same memory is
   complete. Both waits are for lower numbers, which have been drawn before. `delay` and `slots` are large enough for
-  waits to be rare (`Sm90Backward`).
+  waits to be rare (`bwd_launch.py`).
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -50,8 +50,8 @@ class RollingDq:
     @gluon.jit
     def locate_chunk(self, number, CONSUMER: gl.constexpr):
         """The consumer's halves of chunk `number`; no blocks if it is -1."""
-        chunks = gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)
-        count = self.sizes.group_size * gl.cdiv(self.sizes.seqlen_q, self.config.BLOCK_M)
+        chunks = gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)  # of a head
+        count = self.sizes.group_size * gl.cdiv(self.sizes.seqlen_q, self.config.BLOCK_M)  # blocks of queries of a head
         blocks_per_chunk = gl.cdiv(count, chunks)
         start = number % chunks * blocks_per_chunk
         end = gl.where(number >= 0, gl.minimum(start + blocks_per_chunk, count), start)
@@ -91,8 +91,8 @@ class RollingDq:
     # ---- the adders
 
     @gluon.jit
-    def first_block(self, head, g):
-        """The number of the first block of queries of the g-th query head of a head."""
+    def first_query_block(self, head, g):
+        """The first block of queries of the g-th query head of a head: its number in the memory of all slots."""
         blocks_m = gl.cdiv(self.sizes.seqlen_q, self.config.BLOCK_M)
         return head % self.slots * (self.sizes.group_size * blocks_m) + g * blocks_m
 
@@ -136,18 +136,18 @@ class RollingDq:
     @gluon.jit
     def load_first(self, chunk, CONSUMER: gl.constexpr):
         """Start loading the first blocks of a chunk, which arrive while dV and dK are stored."""
-        x = ()
+        first_dq = ()
         if self.config.ROLLING:
             blocks = self.locate_chunk(chunk, CONSUMER)
-            x = blocks.load(blocks.start, self)
-        return x
+            first_dq = blocks.load(blocks.start, self)
+        return first_dq
 
     @gluon.jit
-    def convert(self, chunk, x, iteration, CONSUMER: gl.constexpr, item, gradients, sm_scale):
-        """Convert a chunk through the memory in which `item` of dQ would wait; x: the result of `load_first`."""
+    def convert(self, chunk, first_dq, iteration, CONSUMER: gl.constexpr, item, gradients, sm_scale):
+        """Convert a chunk, through the buffer of the next `item` of `gradients.dq`. `first_dq`: from `load_first`."""
         if self.config.ROLLING:
             gradients.dq.pick(CONSUMER).acquire(item)
-            self.locate_chunk(chunk, CONSUMER).store(x, self, gradients.dq_boxes, sm_scale)
+            self.locate_chunk(chunk, CONSUMER).store(first_dq, self, gradients.dq_boxes, sm_scale)
             self.converted.pick(CONSUMER).commit(iteration)
 
     @gluon.jit
@@ -157,8 +157,8 @@ class RollingDq:
             while kind == CHUNK_ONLY:
                 self.added.wait(iteration)
                 key_blocks.channel.release(iteration)
-                x = self.load_first(chunk, CONSUMER)
-                self.locate_chunk(chunk, CONSUMER).store(x, self, gradients.dq_boxes, sm_scale)
+                first_dq = self.load_first(chunk, CONSUMER)
+                self.locate_chunk(chunk, CONSUMER).store(first_dq, self, gradients.dq_boxes, sm_scale)
                 iteration += 1
                 kind, chunk, _ = key_blocks.read(iteration, self.sizes, self.config.LENGTHS)
 
@@ -174,23 +174,26 @@ class DqChunk:
 
     @gluon.jit
     def pointers(self, i, rolling_dq):
+        """The addresses [HALF_DQ] of the half of block i."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-        half = (rolling_dq.first_block(self.head, 0) + i).to(gl.int64) * CONSUMER_COUNT + self.CONSUMER
+        half = (rolling_dq.first_query_block(self.head, 0) + i).to(gl.int64) * CONSUMER_COUNT + self.CONSUMER
         return rolling_dq.pointer + half * HALF_DQ + gl.arange(0, HALF_DQ, layout=LAYOUT)
 
     @gluon.jit
     def load(self, i, rolling_dq):
-        """The fp32 dQ of the next BLOCK_N queries, from block i on."""
-        x = ()
+        """The fp32 dQ of the next BLOCK_N queries, from block i on: a tuple of [HALF_DQ] for each block."""
+        dq = ()
         for j in gl.static_range(rolling_dq.config.BLOCK_N // rolling_dq.config.BLOCK_M):
             at = self.pointers(i + j, rolling_dq)
-            x += (gl.load(at, mask=i + j < self.end, cache_modifier=".cg"),)  # added up in the L2 cache
-        return x
+            dq += (gl.load(at, mask=i + j < self.end, cache_modifier=".cg"),)  # added up in the L2 cache
+        return dq
 
     @gluon.jit
-    def store(self, x, rolling_dq, buffers, sm_scale):
-        """Scale the chunk and write it in 16 bits through the consumer's two `buffers`, which are free before and
-        after; x: its first blocks."""
+    def store(self, dq, rolling_dq, buffers, sm_scale):
+        """Scale the chunk and write it in 16 bits. `dq`: its first blocks, from `load`.
+
+        It leaves through the consumer's two boxes of `buffers`, which are free before and after.
+        """
         config: gl.constexpr = rolling_dq.config
         sizes = rolling_dq.sizes
         M: gl.constexpr = config.BLOCK_M
@@ -201,7 +204,7 @@ class DqChunk:
         blocks_m = gl.cdiv(sizes.seqlen_q, M)
         for i in range(self.start, self.end, COUNT):
             for j in gl.static_range(COUNT):
-                rows = from_register_order(x[j] * sm_scale).to(buffers.dtype)
+                rows = from_register_order(dq[j] * sm_scale).to(buffers.dtype)
                 rows = gl.convert_layout(rows, accumulator_layout(BOX), assert_trivial=True)
                 box_matrix(buffers, self.CONSUMER, j, 2).store(rows)
             fence_async_shared()
@@ -212,7 +215,7 @@ class DqChunk:
                         rolling_dq.out_tensor, [self.head // heads_kv, h, (i + j) % blocks_m * M + ROW, COLUMN],
                         box_buffer(buffers, self.CONSUMER, j, 2).reshape(rolling_dq.out_tensor.block_shape),
                     )  # fmt: skip
-            x = self.load(i + COUNT, rolling_dq)
+            dq = self.load(i + COUNT, rolling_dq)
             tma.store_wait(0)
 
     @gluon.jit

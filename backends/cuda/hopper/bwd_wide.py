@@ -161,11 +161,11 @@ def _consumer0_blocks(
         s = start_product(shared.k_buffers, zero, shared.q_buffers, stage, config.USED_BOXES, config.BOXES, M)
         s = warpgroup_mma_wait(0, deps=[s])
         exchange.dp.signal(item)
-        p, derivative = softmax_weights(s, shared.lse(stage), block * M, consumer, MASKED)
+        p, p_derivative = softmax_weights(s, shared.lse(stage), block * M, consumer, MASKED)
         exchange.dp.wait(item)
         exchange.store(p.to(DTYPE), exchange.p_buffer, exchange.p, item)
         dv = _start_dv(consumer, exchange, dv, item, zero)
-        exchange.store((derivative * exchange.load_dp(s)).to(DTYPE), exchange.ds_buffer, exchange.ds, item)
+        exchange.store((p_derivative * exchange.load_dp(s)).to(DTYPE), exchange.ds_buffer, exchange.ds, item)
         dk, dv = _finish(consumer, exchange, dk, dv, item, zero)
         item += 1
     return dk, dv, item

@@ -173,6 +173,7 @@ def _attend_blocks_in_order(
         s = start_scores(q, consumer.shared.queries, ring, item, consumer.INDEX, config)
         ring.channel.wait(item - 1)
         block = end - 1 - i
+        # If block + 1 is the rightmost of a chunk, its values start new sums.
         o = start_values(p, o, ring, consumer.shared.ones, item - 1, config, (block + 2) % config.CHUNK != 0)
         consumer.hand_over()
         s = warpgroup_mma_wait(len(o), deps=[s])  # the values may still run
@@ -190,7 +191,7 @@ def _attend_blocks_in_order(
         ring.channel.release(item - 1)
         p = mma_operand(p_block, o, ring.v_buffers.dtype, config.PAIRS)
         if begins_chunk:
-            has_totals = block + 1 + config.CHUNK < end_block
+            has_totals = block + 1 + config.CHUNK < end_block  # not for the tile's rightmost chunk
             o, m_total, l_total = _fold_chunk(consumer, o, m_chunk, l_chunk, m_total, l_total, has_totals)
             if config.OUT_IN_TOTALS:
                 tma.store_wait(0)  # the previous tile's out may still leave from this memory
@@ -224,6 +225,7 @@ def attend_chunks(consumer, q, rows, key0, tile, end_block, item):
     s = start_scores(q, consumer.shared.queries, ring, item, consumer.INDEX, config)
     s = warpgroup_mma_wait(0, deps=[s])
     ring.channel.release(item)
+    # `m_total` is LOWEST, as each chunk's first maximum.
     p_block, m_i, _ = _softmax_in_order(
         s, m_total, (end_block - 1) * config.BLOCK_N, rows, consumer.score, problem, MASKED
     )  # fmt: skip

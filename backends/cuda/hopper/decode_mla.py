@@ -78,7 +78,7 @@ BLOCK_N = gl.constexpr(configs.BLOCK_N)
 STAGES = gl.constexpr(configs.STAGES)
 COLUMNS = gl.constexpr(configs.HEAD_DIM_V)  # of out
 HALF = gl.constexpr(configs.HEAD_DIM_V // 2)  # columns of a consumer
-# Registers of a thread. The first consumer has 240, which the others leave.
+# Registers of a thread. The others leave 240 to the first consumer.
 SECOND_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(208), gl.constexpr(56)
 
 
@@ -240,7 +240,7 @@ def _producer(share, sizes, shared, inputs):
         _load_queries(chunk, q_loads, sizes, shared, inputs)
         hk = chunk.hk // inputs.groups
         entry, n_keys = chunk.entry(sizes)
-        if PAGE_SIZE > 0:  # each page is an entry of its own
+        if PAGE_SIZE > 0:  # each page is an entry of its own; with pages there is no padding
             table = sizes.cache.table_row(chunk.sequence(sizes))
             entry = gl.load(table + (chunk.end - 1) * BLOCK_N // PAGE_SIZE)
         for i in range(chunk.end - chunk.begin):
@@ -257,7 +257,7 @@ def _producer(share, sizes, shared, inputs):
                 entry = gl.load(table + gl.maximum(key - BLOCK_N, 0) // PAGE_SIZE)
             length = gl.maximum(length, 0)
             end = sequence_end(valid_entry, 0, length, inputs.steps_kb, inputs.steps_kn, SEQ_LENS)
-            row = BOUND - length + row
+            row = BOUND - length + row  # in a ragged descriptor the rows of an entry end at BOUND
             shared.tail.load_keys(inputs.k_tail_tensor, end, hk, row, item)
             shared.right.load_keys(inputs.k_tensor, end, hk, row, item)
             shared.left.load_keys(inputs.k_tensor, end, hk, row, item)

@@ -164,10 +164,10 @@ def _attend_blocks(
     """
     config: gl.constexpr = consumer.shared.config
     ring = consumer.shared.ring
-    LISTED: gl.constexpr = MASKED and config.MASK_K > 0
+    HAS_WORDS: gl.constexpr = MASKED and config.MASK_K > 0
     # Three loads find the bits of a block: its columns, then with these its codes, then with those its words. Columns
     # are read two blocks early and codes one block early, so that no load waits for another.
-    if LISTED:
+    if HAS_WORDS:
         codes, columns = upcoming
     for i in range(start, end):
         item += 2  # this block's K; item - 1 is the previous block's V
@@ -182,7 +182,7 @@ def _attend_blocks(
             start_n = keys.first_key(i, keys.columns(i), 0)
         factors = block_factors(consumer.block_factors_ptr, start_n, consumer.problem.seqlen_k, config)
         words = None
-        if LISTED:  # while the products run
+        if HAS_WORDS:  # while the products run
             words = keys.keep_words(i, codes, gl.arange(0, ROWS, layout=m_i.type.layout))
             codes = keys.codes(columns)
             columns = keys.masked_columns(i + 2)
@@ -200,12 +200,13 @@ def _attend_blocks(
         l_i += sums_by_thread(weights)
         o = finish_values(o)
         ring.channel.release(item - 1)
-        # The branches of `rescaled` keep ptxas from converting a masked block's weights while the products of the
-        # previous ones run. These would lie in other registers, and each full block would move its weights.
-        if LISTED:
+        # With words, rescale first: the branches of `rescaled` keep ptxas from converting the weights while earlier
+        # products run. Converted then, they would lie in other registers than the weights of full blocks, and the loop
+        # over full blocks would move its weights.
+        if HAS_WORDS:
             o = rescaled(o, alpha)
         p = consumer.weights_operand(weights, o)
-        if not FIXED_MAX and not LISTED:
+        if not FIXED_MAX and not HAS_WORDS:
             o = rescaled(o, alpha)
     return o, p, m_i, l_i, item
 
@@ -235,15 +236,77 @@ def _skip_masked(consumer, tile, key0, item):
 
 
 @gluon.jit
+def _loop_bounds(consumer, tile, order, key0, keys):
+    """Return (n_masked, n_edge_blocks, n_blocks), positions in the order of a tile's key blocks.
+
+    A mask or the end of the keys may cut only blocks [0, n_masked). Every row sees all keys of blocks [n_edge_blocks,
+    n_blocks), and has seen a key before them. `key0`: as in `_skip_masked`. `keys`: with a block mask, the `TileList`.
+    """
+    config: gl.constexpr = consumer.shared.config
+    problem = consumer.problem
+    n_blocks = order.end_block - order.first_block
+    n_edge_blocks = order.n_right + order.n_left
+    n_masked = 1
+    if problem.HAS_LEFT:
+        n_masked = n_edge_blocks
+    elif problem.HAS_RIGHT:
+        _, _, full_end, _ = problem.keys_of_rows(key0, ROWS, tile.n_keys)
+        n_masked = order.end_block - last_block(full_end, config.BLOCK_N)
+        n_masked = gl.maximum(gl.minimum(n_masked, order.n_right), 1)
+    if config.MASK_K > 0:
+        n_masked = keys.masked_count()
+        # Block n_masked is full, so every row has seen a key after it.
+        n_edge_blocks = gl.minimum(n_masked + 1, n_blocks)
+    return n_masked, n_edge_blocks, n_blocks
+
+
+@gluon.jit
+def _finish_rows(consumer, tile, rows, offs_m, o, m_i, l_i, scale, offset):
+    """Return (factor of out, weight of all keys beside the sink, lse) of rows [64] after the KV loop.
+
+    `offset` [64]: with K_MEAN, the products of queries and the mean of k. `scale`: that of the scores, without factors.
+    """
+    config: gl.constexpr = consumer.shared.config
+    problem = consumer.problem
+    outputs = consumer.outputs
+    l_rounded = l_i
+    if config.FIXED_MAX:  # a running maximum makes a dominant weight exactly 1, so that l_i serves for out as well
+        # Out is divided by the sum of the rounded weights. So it stays a mean of the values, in which the rounding of a
+        # dominant weight cancels. It also agrees with the weights of the backward pass: delta is rowsum(dout * out).
+        l_rounded = gl.convert_layout(gl.max(o[run_count(config.BOXES_V)], 1), l_i.type.layout)
+    # A row that saw no key or is beyond its sample's end has out 0 and lse +inf.
+    has_keys = l_i != 0.0
+    if config.BITS == 8 and problem.HAS_RIGHT:  # a NaN factor makes l_i NaN even if all keys are hidden
+        right = 0 if problem.CAUSAL else problem.window_right
+        has_keys = has_keys & (rows.position + right >= 0)
+    if config.K_MEAN:  # q times the mean of k is part of each score of a row: it moves the lse, not the weights
+        m_i += (-offset if consumer.score.NEGATE else offset) * scale
+        l_rounded = gl.where(offset - offset == 0.0, l_rounded, float("nan"))  # NaN if the offset is not finite
+    total = gl.where(has_keys, l_i, 1.0)
+    factor = gl.where(has_keys, 1.0 / gl.where(has_keys, l_rounded, 1.0), 0.0)
+    lse_log2 = gl.where(has_keys, m_i + gl.log2(total), float("-inf"))
+    keys_weight = factor
+    if outputs.SINKS:
+        lse, keys_weight = add_sink(lse_log2, gl.load(outputs.sinks_ptr + tile.h))
+    else:
+        lse = lse_log2 * LN2
+    lse = gl.where(lse == float("-inf"), float("inf"), lse)
+    if problem.LENGTHS == SEQ_LENS:
+        factor = gl.where(offs_m < tile.n_queries, factor, 0.0)
+        lse = gl.where(offs_m < tile.n_queries, lse, float("inf"))
+    return factor, keys_weight, lse
+
+
+@gluon.jit
 def _attend_tile(consumer, tile, item, q_loads):
     """Compute and write the rows of out and lse of this consumer's 64 queries of a tile.
 
     1. Skip the blocks that the right mask hides from all 64 rows. A lone consumer has none: the tile ends at its rows.
-    2. Prologue: scores and softmax of the first block of the order (`block_order`).
+    2. Prologue: scores and softmax of the block at position 0 of the order (`block_order`).
     3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. Positions [1, n_masked) of
        the order are masked, later ones are not. FIXED_MAX: positions [1, n_edge_blocks) update the maximum, and
-       [n_edge_blocks, n_blocks) use it unchanged. With a block mask, the order is that of the tile's list, in which
-       masked blocks are those with a partial or absent unit.
+       [n_edge_blocks, n_blocks) use it unchanged. With a block mask, the order is that of the tile's list
+       (`gluon/block_mask.py`), which begins with the masked blocks.
     4. Epilogue: values of the last block, division by the sum of weights, lse, stores.
 
     float8: factors of q and k join the scale of the scores, those of key blocks multiply columns of products, that of v
@@ -272,23 +335,10 @@ def _attend_tile(consumer, tile, item, q_loads):
         item = _skip_masked(consumer, tile, key0, item)
         order = order.without_last((item - first_item) // 2)
     offs_m = row0 + gl.arange(0, ROWS, layout=S_ROWS)
-    # Positions in the order. A mask or the end of the keys may cut only blocks [0, n_masked). Every row sees all keys
-    # of blocks [n_edge_blocks, n_blocks), and has seen a key before them.
-    n_blocks = order.end_block - order.first_block
-    n_edge_blocks = order.n_right + order.n_left
-    n_masked = 1
-    if problem.HAS_LEFT:
-        n_masked = n_edge_blocks
-    elif problem.HAS_RIGHT:
-        _, _, full_end, _ = problem.keys_of_rows(key0, ROWS, tile.n_keys)
-        n_masked = order.end_block - last_block(full_end, config.BLOCK_N)
-        n_masked = gl.maximum(gl.minimum(n_masked, order.n_right), 1)
     keys = None
     if LISTED:
         keys = problem.tile_list(tile, row0, config.BLOCK_N)
-        n_masked = keys.masked_count()
-        # Block n_masked is full, so every row has seen a key after it.
-        n_edge_blocks = gl.minimum(n_masked + 1, n_blocks)
+    n_masked, n_edge_blocks, n_blocks = _loop_bounds(consumer, tile, order, key0, keys)
     slope = 0.0
     if consumer.score.ALIBI:
         slope = gl.load(outputs.slopes_ptr + tile.b * outputs.stride_slopeb + tile.h) * LOG2E
@@ -298,18 +348,19 @@ def _attend_tile(consumer, tile, item, q_loads):
         words = keys.keep_words(0, (tile.listed.code, tile.listed.next_code), gl.arange(0, ROWS, layout=S_ROWS))
 
     # Prologue: no block comes before the first one, so there are no values to add.
-    scale = consumer.score.scale
+    scale = consumer.score.scale  # without factors of float8
     if config.BITS == 8:
-        factor = outputs.factors.query_factor(tile, row0, problem, config)
-        score = consumer.score.scaled(factor * outputs.factors.key_factor(tile, problem, config))
+        q_factor = outputs.factors.query_factor(tile, row0, problem, config)
+        score = consumer.score.scaled(q_factor * outputs.factors.key_factor(tile, problem, config))
         consumer = consumer.with_factors(score, outputs.factors.block_factors_ptr(tile, problem, config))
     if config.SCORE_FN is not None:
         consumer = consumer.with_function(tile)
     queries.wait_full(CONSUMER, q_loads)
+    offset = None
     if config.K_MEAN:
-        offset = factor * outputs.factors.key_mean_products(tile, problem, queries, CONSUMER, S_ROWS, config)
+        offset = q_factor * outputs.factors.key_mean_products(tile, problem, queries, CONSUMER, S_ROWS, config)
     q = queries_in_registers(queries, CONSUMER, config)
-    # All queries are in registers and out does not leave through their buffers: nobody reads these any more.
+    # All queries are in registers, and out does not leave through their buffers: these are free.
     if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS == config.BOXES:
         queries.release(CONSUMER)
     ring.channel.wait(item)
@@ -366,31 +417,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     o = finish_values(consumer.start_block_values(p, o, item + 1))
     ring.channel.release(item + 1)
     l_i = gl.convert_layout(gl.sum(l_i, 1), S_ROWS)
-    l_rounded = l_i
-    if config.FIXED_MAX:  # a running maximum makes a dominant weight exactly 1, so that l_i serves for out as well
-        # Out is divided by the sum of the rounded weights. So it stays a mean of the values, in which the rounding of a
-        # dominant weight cancels. It also agrees with the weights of the backward pass: delta is rowsum(dout * out).
-        l_rounded = gl.convert_layout(gl.max(o[run_count(config.BOXES_V)], 1), S_ROWS)
-    # A row that saw no key or is beyond its sample's end has out 0 and lse +inf.
-    has_keys = l_i != 0.0
-    if config.BITS == 8 and problem.HAS_RIGHT:  # a NaN factor makes l_i NaN even if all keys are hidden
-        right = 0 if problem.CAUSAL else problem.window_right
-        has_keys = has_keys & (rows.position + right >= 0)
-    if config.K_MEAN:  # q times the mean of k is part of each score of a row: it moves the lse, not the weights
-        m_i += (-offset if consumer.score.NEGATE else offset) * scale
-        l_rounded = gl.where(offset - offset == 0.0, l_rounded, float("nan"))  # NaN if the offset is not finite
-    total = gl.where(has_keys, l_i, 1.0)
-    factor = gl.where(has_keys, 1.0 / gl.where(has_keys, l_rounded, 1.0), 0.0)
-    lse_log2 = gl.where(has_keys, m_i + gl.log2(total), float("-inf"))
-    keys_weight = factor
-    if outputs.SINKS:
-        lse, keys_weight = add_sink(lse_log2, gl.load(outputs.sinks_ptr + tile.h))
-    else:
-        lse = lse_log2 * LN2
-    lse = gl.where(lse == float("-inf"), float("inf"), lse)
-    if problem.LENGTHS == SEQ_LENS:
-        factor = gl.where(offs_m < tile.n_queries, factor, 0.0)
-        lse = gl.where(offs_m < tile.n_queries, lse, float("inf"))
+    factor, keys_weight, lse = _finish_rows(consumer, tile, rows, offs_m, o, m_i, l_i, scale, offset)
     _store_lse(consumer, tile, offs_m, lse)
     overflown = 0
     if config.FIXED_MAX:

@@ -37,6 +37,7 @@ def _find_tile(index, slot, problem, shared, scheduler):
     searching = True
     while searching:
         exists, tile = locate_tile(gl.minimum(index, tiles - 1), problem, config.BLOCK_M, config.BLOCK_N)
+        # `is_last`: the slot before is the last that may have a tile, so this one gets the end marker.
         has_more = (index < tiles) & (shared.tile_infos.is_last(slot - 1, scheduler) == 0)
         searching = has_more & (exists == 0)
         if searching:

@@ -111,6 +111,11 @@ def _fwd_kernel(
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_parallel,
     c: tl.constexpr,
 ):  # fmt: skip
+    """Write out and lse, in the steps of the file's header.
+
+    Rows of q, k, v and out lie at strides in elements over samples, heads and rows; packed (VARLEN), over heads and
+    rows. lse: (B, H, Sq), packed (H, Tq). `window_left`, `window_right`: numbers of keys.
+    """
     PAD_D: tl.constexpr = c.HEAD_DIM != c.BLOCK_D
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     ROW_BIAS: tl.constexpr = c.BIAS == "q" or c.BIAS == "1"  # the same for all keys
@@ -131,13 +136,13 @@ def _fwd_kernel(
                 seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
             )
             rows = sq if c.VARLEN else seqlen_q  # rows after a packed sequence belong to the next one
-            if c.MASK_K:  # positions in the list of the block's keys
+            if c.MASK_K:  # [lo, hi) are positions in the list; from full_end on they lie in partial blocks of the mask
                 lists = head_lists(mask_blocks_ptr, b, h, stride_mask_b, stride_mask_h)
-                keys, full, hi = listed_keys(lists, row0, seqlen_q, seqlen_k, c)
+                keys, full_end, hi = listed_keys(lists, row0, seqlen_q, seqlen_k, c)
                 lo = 0
             else:
                 lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
-                lists, full = 0, 0
+                lists, full_end = 0, 0
             q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
             k_base = head_base(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
             v_base = head_base(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
@@ -180,13 +185,13 @@ def _fwd_kernel(
                     s = s + bias[:, None]
                 if c.SCORE_FN is not None:
                     s, _seen = function_scores(
-                        s, b, h, position >= full, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k,
+                        s, b, h, position >= full_end, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k,
                         window_left, window_right, score_tensor0_ptr, score_tensor1_ptr,
                         score_tensor2_ptr, score_tensor3_ptr, c.MASKED, False, c,
                     )  # fmt: skip
                 else:
                     if c.MASK_K:
-                        is_partial = position >= full
+                        is_partial = position >= full_end
                         s = keep_visible(
                             s, float("-inf"), is_partial, lists, mask_bits_ptr, row0, n0, seqlen_k, False, c
                         )
