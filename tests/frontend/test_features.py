@@ -353,12 +353,12 @@ def test_a_wrong_tensor_is_refused(feature: Feature) -> None:
     owner = next(x for x in FEATURES if x.name == COMPANIONS.get(feature.name, feature.name))
     right = example_tensors(plain(seqlen_q=8, seqlen_k=8, **owner.example), "cpu")[feature.name].zero_()
     rest = {"dropout_p": 0.5} if owner.name == "dropout_p" else {}
-    wrong: tuple[tuple[Any, type], ...] = (
-        (right.bool(), TypeError), (1.5, TypeError), (right.new_zeros(3, 5, 7), ValueError),
-        (right.to("meta"), ValueError),
+    wrong: tuple[tuple[Any, type, str], ...] = (
+        (right.bool(), TypeError, "{}"), (1.5, TypeError, r"{} must be a torch\.Tensor, got float"),
+        (right.new_zeros(3, 5, 7), ValueError, "{}"), (right.to("meta"), ValueError, "same device: .* {} on meta"),
     )  # fmt: skip
-    for value, error in wrong:
-        with pytest.raises(error, match=feature.name):
+    for value, error, words in wrong:
+        with pytest.raises(error, match=words.format(feature.name)):
             diyfa.flash_attention(q, q, q, backend="cpu", **{feature.name: value}, **rest)
 
 

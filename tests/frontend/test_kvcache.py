@@ -650,11 +650,6 @@ def test_out_is_not_packed_queries() -> None:
     assert torch.equal(given["q"], before)
 
 
-def test_the_kernels_are_listed() -> None:
-    assert diyfa.kernels_for("cpu", "kvcache_fwd") == ["split_kv"]
-    assert diyfa.kernels_for("cpu", "kvcache_append") == ["append"]
-
-
 # ---- The mode ---------------------------------------------------------------------------------------------------
 
 

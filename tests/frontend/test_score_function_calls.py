@@ -22,7 +22,7 @@ from diyfa import masks, score_functions
 from diyfa.backends.cuda.attention import score_functions as portable
 from diyfa.features import SCORE_EXAMPLE
 from diyfa.score_code import gathered_loads, value_source
-from diyfa.score_functions import Program, mask_program, programs, score_function, why_not_differentiable
+from diyfa.score_functions import Program, programs, score_function, why_not_differentiable
 
 q = torch.randn(1, 2, 20, 16)
 bias = torch.randn(2, 128)
@@ -376,10 +376,6 @@ def test_the_operator_is_a_good_one() -> None:
 @triton.jit
 def document(b, h, i, j, ids):
     return tl.load(ids + i) == tl.load(ids + j)
-
-
-def test_a_mask_program_reads_tensors() -> None:
-    assert mask_program(document).splitlines()[0] == "def document(b, h, i, j, t0):"
 
 
 def test_wrong_arguments_of_masks_are_refused() -> None:
