@@ -139,10 +139,6 @@ def test_a_pack_has_the_compiled_binaries(made):
         assert str(ROOT).encode() not in packed.cubin
 
 
-def test_bytes_round_trip(binary):
-    assert binaries.unpacked(binaries.packed(binary)) == binary
-
-
 # ---- What a binary is known by ------------------------------------------------------------------------------------
 
 
@@ -305,16 +301,6 @@ def test_a_damaged_size_allocates_no_memory(write, monkeypatch):
     monkeypatch.setattr(Path, "open", lambda path, mode: Watched(io.FileIO(path)))
     assert "its index is damaged" in pack.installed(ARCH).reason
     assert asked == [pack._HEADER.size]
-
-
-def other_version(content):
-    return content[:8] + (pack.FORMAT + 1).to_bytes(4, "little") + content[12:]
-
-
-def test_another_version_is_refused(write, caplog):
-    write(other_version)
-    assert "its format is 2, and this diyfa reads 1" in pack.installed(ARCH).reason
-    assert len(caplog.records) == 1 and "its format is 2" in backend.binaries(ARCH)
 
 
 def test_a_pack_of_other_sources_or_another_gpu_is_refused(write, monkeypatch):
