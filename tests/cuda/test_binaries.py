@@ -24,7 +24,7 @@ from subprocesses import ROOT, SUPPORT
 
 from diyfa.backends.cuda import backend
 from diyfa.backends.cuda.gluon.compat import has_gluon
-from diyfa.backends.cuda.runtime import binaries, jit, launcher, pack, tune
+from diyfa.backends.cuda.runtime import binaries, jit, launcher, pack, passes, tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launcher import Tiles, launch_signature, shared_box
 from diyfa.problem import Launch
@@ -497,8 +497,6 @@ def test_nothing_is_compiled_for_a_profiler_if_jit_is_off(monkeypatch):
 
 
 def test_without_a_compiler_a_pass_is_launched_completely_or_not_at_all(monkeypatch):
-    from diyfa.backends.cuda.runtime import passes
-
     def loaded_binary(launch, signature, device, stored=None):
         if launch.arguments["n"] == 2:
             raise RuntimeError("not this one")
@@ -516,8 +514,6 @@ def test_without_a_compiler_a_pass_is_launched_completely_or_not_at_all(monkeypa
 
 def test_missing_kernels_of_a_pass_are_compiled_side_by_side(compiler, monkeypatch, binary):
     """Each compilation waits until both have begun. Then they are loaded in the calling thread, and launched."""
-    from diyfa.backends.cuda.runtime import passes
-
     both_have_begun, threads, launched = threading.Barrier(2), [], []
 
     def compile_binary(arch, launch, signature):

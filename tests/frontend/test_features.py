@@ -28,6 +28,8 @@ from diyfa import plan as planning
 from diyfa import registry, testing, yardstick
 from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, SHAPE_FEATURES, Broadcast, Feature, Shape
 from diyfa.features import REFUSABLE as ALL_REFUSABLE
+from diyfa.lab.first_run.cases import SMOKE, features_in
+from diyfa.lab.validate import CASES as VALIDATED
 from diyfa.options import AttentionOptions
 from diyfa.problem import (
     KVCACHE_FEATURES,
@@ -413,9 +415,6 @@ def test_random_cases_have_each_feature_unless_excluded() -> None:
 @by_name(REFUSABLE)
 def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
     pytest.importorskip("rich")
-    from diyfa.lab.first_run.cases import SMOKE, features_in
-    from diyfa.lab.validate import CASES as VALIDATED
-
     small = [
         replace(
             case, heads=2, heads_kv=case.heads_kv and 1, seqlen_q=40, seqlen_k=-1 if case.seqlen_k < 0 else 44,

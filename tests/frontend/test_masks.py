@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import diyfa
 from diyfa import BlockMask, block_lists, block_mask, masks
 from diyfa.block_lists import EMPTY, FULL
+from diyfa.options import AttentionOptions, Lengths, pack
 
 SIZES = [(100, 200), (64, 64), (128, 256), (300, 130), (1, 129), (129, 1), (0, 70), (70, 0)]
 BLOCKS = [64, 128, (64, 128), (128, 64)]
@@ -475,8 +476,6 @@ def test_a_compiled_function_takes_a_mask() -> None:
 
 
 def test_the_operator_is_a_good_one() -> None:
-    from diyfa.options import AttentionOptions, Lengths, pack
-
     options = AttentionOptions("bhsd", 0.25, backend="cpu", mask_blocks=CAUSAL.blocks, mask_bits=CAUSAL.bits)
     q = torch.randn(1, 2, 100, 16, requires_grad=True)
     torch.library.opcheck(

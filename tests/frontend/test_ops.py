@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo.testing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import diyfa
 import diyfa.ops
@@ -519,8 +520,6 @@ def test_an_output_that_no_loss_uses_costs_no_gradient(monkeypatch) -> None:
 
 def test_fake_tensors_of_an_absent_device() -> None:
     """Shapes and devices can be planned anywhere, packed sequences and dropout included."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():
         q = torch.empty(12, 4, 16, device="cuda", dtype=torch.float16)
         cu_seqlens = torch.empty(3, device="cuda", dtype=torch.int32)

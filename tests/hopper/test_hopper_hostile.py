@@ -15,6 +15,7 @@ import pytest
 import torch
 from hopper_interpreted import interpret, take_all
 from nonfinite import same_nonfinite
+from simulators.gluon import tma
 
 import diyfa
 from diyfa.backends.cuda.hopper.configs import Sm90Config
@@ -374,8 +375,6 @@ FALLBACKS: dict[str, tuple[Hostile, dict[str, float], int]] = {  # and how many 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("name", FALLBACKS)
 def test_only_what_overflows_is_loaded_twice(name: str, persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from simulators.gluon import tma
-
     monkeypatch.setitem(CONFIGS, 64, replace(CONFIGS[64], persistent=persistent))
     copies = []
     begin = tma.Landing.__init__
