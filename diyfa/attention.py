@@ -24,7 +24,7 @@ from diyfa.options import (
     optional_from_arguments,
     optional_tensors,
 )
-from diyfa.plan import autocast_dtype, call_key, find, is_described_only
+from diyfa.plan import attention_key, autocast_dtype, find, is_described_only
 from diyfa.problem import LAYOUTS, VARLEN, as_backward
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -174,7 +174,7 @@ def attend(
     plan = key = None
     if not packing:
         q, k, v = tensors
-        key = call_key(q, k, v, lengths, arguments.values(), optional)
+        key = attention_key(tensors, lengths, arguments.values(), optional)
         plan = find(key)
     if plan is None:
         if key is None:  # with a key they are dense tensors
@@ -215,7 +215,7 @@ def attend(
             cast = _as_4d(q, k, v, lengths.seq_lens)
         q, k, v = _views(packing, cast, list(owners), layout) if packing else cast
         if packing or q is not tensors[0] or k is not tensors[1] or v is not tensors[2]:
-            key = call_key(q, k, v, lengths, arguments.values(), optional)
+            key = attention_key((q, k, v), lengths, arguments.values(), optional)
             plan = find(key)
         tensors = cast
     one, two, three = (*tensors, None, None)[:3]

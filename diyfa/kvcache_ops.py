@@ -227,8 +227,7 @@ class _Step:
     def _relaunch(self, length: int, inputs: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
         if self.repeat is None:
             return None
-        present = self._present(inputs)
-        return self.repeat([*[x.data_ptr() for x in present], length], present, *arguments)
+        return self.repeat([*map(torch.Tensor.data_ptr, self._present(inputs)), length], *arguments)
 
     def run(
         self, tensors: KVCacheTensors, inputs: tuple[Any, ...], results: Callable[[], tuple[Any, ...]], *arguments: Any
