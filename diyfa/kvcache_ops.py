@@ -227,7 +227,8 @@ class _Step:
     def _relaunch(self, length: int, inputs: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
         if self.repeat is None:
             return None
-        return self.repeat([*map(torch.Tensor.data_ptr, self._present(inputs)), length], *arguments)
+        present = self._present(inputs)
+        return self.repeat([*map(torch.Tensor.data_ptr, present), length], present, *arguments)
 
     def run(
         self, tensors: KVCacheTensors, inputs: tuple[Any, ...], results: Callable[[], tuple[Any, ...]], *arguments: Any
