@@ -218,7 +218,7 @@ def attend(
             key = attention_key((q, k, v), lengths, arguments.values(), optional)
             plan = find(key)
         tensors = cast
-    one, two, three = (*tensors, None, None)[:3]
+    one, two, three = (*tensors, None, None)[:3] if packing else tensors
     if not returns_lse:
         weights = None
     if plan is not None and (weights is None or not arguments["dropout_p"]):  # weights need the state of the mask

@@ -90,8 +90,8 @@ def sources(root: Path) -> dict[str, ast.Module]:
 
 
 def caches(trees: dict[str, ast.Module]) -> list[str]:
-    """Functions that remember results, kinds of dictionaries, and dictionaries of a module, or of objects outside tools,
-    that begin empty."""
+    """Functions that remember results, kinds of dictionaries, and dictionaries of a module, or of objects outside
+    tools, that begin empty."""
     found = []
     for file, tree in trees.items():
         for node in ast.walk(tree):

@@ -446,7 +446,7 @@ def parameter_layout(kinds: Kinds, scratch: int) -> tuple[str, list[int]]:
 
 def _aligned_memory(size: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
     """Return new memory and the address of `size` bytes in it, a multiple of 64: tensor maps are aligned so."""
-    memory = ctypes.create_string_buffer(size + 63)
+    memory = (ctypes.c_char * (size + 63))()
     return memory, ctypes.addressof(memory) + -ctypes.addressof(memory) % 64
 
 
