@@ -99,7 +99,7 @@ def triton_matmul(
     plan = find(key)
     if plan is not None:
         if out is not None:
-            validation.check_no_overlap(out, **MatmulTensors(*given)._asdict())  # the key does not hold addresses
+            validation.check_no_overlap(out, given, MatmulTensors._fields)  # the key does not hold addresses
         return plan.run(given, addresses, out)
     validation.check_tensors(a=a, b=b)
     if precision is None:
@@ -137,7 +137,7 @@ def triton_matmul(
     if out is not None:
         validation.check_product_out(out, a, b, out_dtype)
         if not torch.compiler.is_compiling():  # a traced tensor has no address: the operator checks it
-            validation.check_no_overlap(out, **tensors._asdict())
+            validation.check_no_overlap(out, tensors, MatmulTensors._fields)
         if wants_grad or ops.wants_grad(out):
             raise ValueError("out has no gradient: give no out, or call triton_matmul under torch.no_grad()")
     if key is not None:

@@ -695,7 +695,7 @@ def _matmul(*arguments: Any) -> torch.Tensor:
 
 def _matmul_out(*arguments: Any) -> None:
     tensors, out = MatmulTensors(*arguments[:FACTORS]), arguments[FACTORS]
-    check_no_overlap(out, **tensors._asdict())
+    check_no_overlap(out, tensors, MatmulTensors._fields)
     _product(tensors, out, _matmul_options(arguments[FACTORS + 1 :]))
 
 

@@ -1,6 +1,7 @@
 """A pass: all launches of one operation, and their replay for other tensors of equal shapes and strides.
 
-A replay replaces only the tensors' addresses.
+A replay replaces only the tensors' addresses. Its launches have memory of their own, which the driver reads, with all
+that stays the same.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ def make_replay(
     allocate, index, current = make_allocator(device.device.type), device.get_device(), device_getter(device)
     chosen, get_stream = choice(), current_stream
     n_values = first_output + len(outputs) + len(makers) + len(views)
-    idle: list[Relaunch] = []  # a launch takes one, for other threads launch, too
+    idle: list[Relaunch] = []  # each call takes one from the list, as several threads may launch at once
 
     def replay(
         addresses: Sequence[int],
