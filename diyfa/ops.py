@@ -218,8 +218,9 @@ def _run_forward(
 ) -> Pair:
     """Run the forward pass of a plan. `optional`: the optional tensors that are given, in the order of the table."""
     inputs = q, k, v, *optional
-    if plan.repeat is not None:
-        pair = plan.repeat([*map(torch.Tensor.data_ptr, inputs)], inputs)
+    repeat = plan.repeat  # read once: another thread may replace it
+    if repeat is not None:
+        pair = repeat([*map(torch.Tensor.data_ptr, inputs)], inputs)
         if pair is not None:
             return pair
     problem, kernel = plan.problem, plan.forward
@@ -230,8 +231,8 @@ def _run_forward(
         return out, lse
     tensors = bind(q, k, v, lengths, options)
     if plan.has_run and kernel.repeat is not None and _binds_without_copies(tensors, *inputs):
-        plan.repeat = kernel.repeat(problem, tensors, *_empty_results(q, problem))
-        pair = None if plan.repeat is None else plan.repeat([*map(torch.Tensor.data_ptr, inputs)], inputs)
+        repeat = plan.repeat = kernel.repeat(problem, tensors, *_empty_results(q, problem))
+        pair = None if repeat is None else repeat([*map(torch.Tensor.data_ptr, inputs)], inputs)
         if pair is not None:
             return pair
     out, lse = _empty_results(q, problem)

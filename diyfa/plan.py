@@ -92,8 +92,9 @@ class ProductPlan:
 
         `tensors`: the fields of `MatmulTensors`. `addresses`: those of the tensors that are given, then that of `out`.
         """
-        if self.repeat is not None:
-            repeated = self.repeat(addresses if out is None else addresses[:-1], tensors, out)
+        repeat = self.repeat  # read once: another thread may replace it
+        if repeat is not None:
+            repeated = repeat(addresses if out is None else addresses[:-1], tensors, out)
             if repeated is not None:
                 return repeated[0]
             self.repeat = None  # it refused: a tile may have been measured since it was made
