@@ -5,6 +5,7 @@ Kernels are compiled for sm_90 in a process of its own (`compiled_launches.py`),
 
 from __future__ import annotations
 
+import ctypes
 import json
 import struct
 from types import SimpleNamespace
@@ -183,12 +184,22 @@ def test_descriptors_are_known_by_their_tiles():
     assert launch_signature(mixed).kinds == ("i32", box, "fp32", torch.float32, None, torch.float16)
 
 
-def test_tensor_maps_are_known_by_number_shape_and_strides():
-    x = torch.zeros(64, 32)
-    box = shared_box(x.dtype, (16, 16))
-    places = [(0, (64, 32), (32, 1)), (1, (64, 32), (32, 1)), (0, (8, 32), (32, 1)), (0, (64, 32), (64, 1))]
-    keys = {launcher.Binary.tensor_map_key(number, Tiles(x, shape, strides, box)) for number, shape, strides in places}
-    assert len(keys) == len(places)
+def test_a_tensor_map_is_made_once_for_each_address(monkeypatch):
+    """It is in aligned memory, and only a limited number of maps is stored."""
+    made = []
+
+    def moved(encoded, address):
+        made.append(address)
+        return struct.pack("<Q", address) + encoded[8:]
+
+    monkeypatch.setattr(launcher, "_driver", [SimpleNamespace(moved=moved)])
+    monkeypatch.setattr(launcher.TensorMaps, "MAX_SIZE", 2)
+    encoded = bytes(range(128))
+    maps = launcher.TensorMaps(encoded)
+    for address in (640, 1280, 640, 1920, 640):
+        begin = maps[address]
+        assert begin % 64 == 0 and ctypes.string_at(begin, 128) == struct.pack("<Q", address) + encoded[8:]
+    assert made == [640, 1280, 1920, 640]
 
 
 def test_a_tensor_map_is_moved_only_if_its_copies_are_equal(monkeypatch):
