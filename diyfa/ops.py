@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from diyfa import registry
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, PER_BLOCK, dequantised
-from diyfa.features import GRADIENTS
+from diyfa.features import GRADIENTS, TENSORS
 from diyfa.options import (
     DIFFERENTIABLE,
     MATMUL_SCHEMA,
@@ -71,6 +71,8 @@ _INF = float("inf")
 # Behind q, k and v every attention operator takes the rows of `diyfa.features`. `variant` names a forward kernel; the
 # backward pass takes its own kernel of that name, if there is one.
 _FEATURE_GRADIENTS = tuple(feature.gradient for feature in GRADIENTS)
+_NO_TENSORS = (None,) * len(TENSORS)
+_STATE_INDEX = [feature.name for feature in TENSORS].index("rng_state")  # among the optional tensors
 GRADIENT_INDEX = {feature.name: 3 + i for i, feature in enumerate(GRADIENTS)}  # in the result of `differentiate`
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _lib = torch.library.Library("diyfa", "DEF")
@@ -654,14 +656,19 @@ def run_plan(
     optional: Sequence[torch.Tensor | None],
     return_lse: bool,
 ) -> Any:
-    """Run a call that `plan` was made for -> out, or (out, lse). `owners`: three, None where fewer pack q, k and v."""
+    """Run a call that `plan` was made for -> out, or (out, lse). `owners`: three, None where fewer pack q, k and v.
+
+    `optional`: the tensors of the call in the order of the table, or () if none is given.
+    """
     present: Sequence[torch.Tensor] = ()
     if plan.names:
         present = [x for x in optional if x is not None]
-        if len(present) < len(plan.names):  # the call draws the state of its dropout mask
-            present.append(new_rng_state(owners[0].device))
-        elif len(present) > len(plan.names):  # a state was given, but without dropout nothing reads it
-            present.pop()
+        if len(present) != len(plan.names):
+            # The call has dropout and no state was given: it draws one. Or one was given, but without dropout nothing
+            # reads it. Tensors after it in the table keep their places.
+            tensors = list(optional or _NO_TENSORS)
+            tensors[_STATE_INDEX] = new_rng_state(owners[0].device) if tensors[_STATE_INDEX] is None else None
+            present = [x for x in tensors if x is not None]
     if plan.problem.needs_grad:
         return _Attention.apply(*owners, plan, return_lse, *present)
     packing = plan.options.packing
