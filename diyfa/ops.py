@@ -305,7 +305,8 @@ def _run_backward(
     # Repeats are prepared for aligned tensors alone.
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
     if dlse is None and aligned and not plan.sees_no_key:
-        if stride in repeats:  # the second such call: most lengths come once
+        # The first such call leaves None under its stride, and the second one makes the repeat: most lengths come once.
+        if stride in repeats:
             problem, kernel = plan.backward()
             tensors = bind(q, k, v, lengths, options)
             if kernel.repeat is not None and _binds_without_copies(tensors, q, k, v, *optional):
@@ -573,6 +574,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Unplanned, dtype: torch.dtype, q: Any, k: Any, v: Any, *tensors: Any) -> Pair:
+        """`q`, `k`, `v`: the inputs that get gradients, or None. `tensors`: the quantised values, optional tensors."""
         ctx.call, ctx.dtype = call, dtype
         ctx.source_dtypes = [None if x is None else x.dtype for x in (q, k, v)]
         ctx.save_for_backward(*tensors)
@@ -592,6 +594,7 @@ class _StraightThrough(torch.autograd.Function):
         results = differentiate(grads, (q, k, v), (out, lse), lengths, options)
         gradients = [x.to(dtype) if dtype else None for x, dtype in zip(results[:3], ctx.source_dtypes, strict=True)]
         learned = dict(zip(DIFFERENTIABLE, results[3:], strict=True))
+        # One for each argument of `forward`: call, dtype, q, k, v, then the three values and the optional tensors.
         gradients = [None, None, *gradients, None, None, None, *[learned.get(name) for name in call.names]]
         return tuple([x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=True)])
 
@@ -678,7 +681,8 @@ def run_plan(
 
 
 def _sees_operators_only() -> bool:
-    """Return whether a graph is traced or torch.func.vmap is active: both need the operators' own Autograd kernels."""
+    """Return whether a graph is traced or torch.func.vmap is active: both must see operators, which then come to the
+    operators' own Autograd kernels."""
     return torch.compiler.is_compiling() or (is_transformed() and not differentiates_forward())
 
 
