@@ -36,6 +36,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from hopper_sweep import error_of
 from served import Served, watchdog
 
 import diyfa
@@ -204,23 +205,6 @@ def _numbers(x: Any, block: int) -> torch.Tensor:
     return dequantised(x.values[:1, :2], heads, torch.float64, block, mean)
 
 
-def error_of(call: Call, inputs: list[torch.Tensor], causal: bool) -> float:
-    """Return the larger error of the first and the last 256 rows of two heads: its norm over the norm in float64."""
-    out = call()[:1, :2].double()
-    if call.__name__ == "cudnn_float8":
-        out /= OUT_SCALE
-    q, k, v = (x[:1, :2].double() for x in inputs)
-    worst = 0.0
-    for rows in (slice(0, 256), slice(q.shape[2] - 256, q.shape[2])):
-        scores = q[:, :, rows] @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        if causal:
-            i = torch.arange(q.shape[2], device=q.device)
-            scores.masked_fill_(i[rows, None] < i, float("-inf"))
-        expected = scores.softmax(-1) @ v
-        worst = max(worst, ((out[:, :, rows] - expected).norm() / expected.norm()).item())
-    return worst
-
-
 def captured(call: Call) -> Call:
     """Return the replay of a CUDA graph of a call."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -250,7 +234,8 @@ def serve(name: str, head_dim: int, options: argparse.Namespace) -> None:
                 call, inputs = make_call(name, head_dim, seqlen, causal)
                 call()  # compiles
                 torch.cuda.synchronize()
-                errors.append(float(f"{error_of(call, inputs, causal):.2e}"))
+                scale = OUT_SCALE if call.__name__ == "cudnn_float8" else 1.0
+                errors.append(float(f"{error_of(call()[:1, :2].double() / scale, *inputs, causal):.2e}"))
                 del inputs
                 calls.append(call if name == "cudnn-float8" else captured(call))
                 torch.cuda.synchronize()

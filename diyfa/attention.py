@@ -24,7 +24,7 @@ from diyfa.options import (
     optional_from_arguments,
     optional_tensors,
 )
-from diyfa.plan import autocast_dtype, call_key, find, is_described_only
+from diyfa.plan import attention_key, autocast_dtype, find, is_described_only
 from diyfa.problem import LAYOUTS, VARLEN, as_backward
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -182,7 +182,7 @@ def attend(
     plan = key = None
     if not packing:
         q, k, v = tensors
-        key = call_key(q, k, v, lengths, arguments.values(), optional)
+        key = attention_key(tensors, lengths, arguments.values(), optional)
         plan = find(key)
     if plan is None:
         if key is None:  # there is no key of DTensors or `Quantized`, and none of packed tensors yet
@@ -206,10 +206,10 @@ def attend(
             prepared = _as_4d(q, k, v, lengths.seq_lens)
         q, k, v = _views(packing, prepared, list(owners), layout) if packing else prepared
         if packing or q is not tensors[0] or k is not tensors[1] or v is not tensors[2]:
-            key = call_key(q, k, v, lengths, arguments.values(), optional)
+            key = attention_key((q, k, v), lengths, arguments.values(), optional)
             plan = find(key)
         tensors = prepared
-    q_owner, k_owner, v_owner = (*tensors, None, None)[:3]
+    q_owner, k_owner, v_owner = (*tensors, None, None)[:3] if packing else tensors
     if not returns_lse:
         weights = None
     # `weights` needs the state of the dropout mask, which only the checked options have.

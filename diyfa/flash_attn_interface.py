@@ -48,16 +48,23 @@ Window = tuple[int, int]
 WORDS = Words("return_attn_probs", "softmax_scale", "window_size")
 
 
-# The last arguments of every function before return_attn_probs: flash_attn's order, diyfa's names.
-TAIL = ("dropout_p", "sm_scale", "causal", "window", "softcap", "alibi_slopes", "deterministic")
-
-
 def _attend(
-    owners: dict[str, torch.Tensor], lengths: Lengths | None, return_attn_probs: bool, *tail: Any
+    owners: dict[str, torch.Tensor],
+    lengths: Lengths | None,
+    return_attn_probs: bool,
+    dropout_p: float,
+    sm_scale: float | None,
+    causal: bool,
+    window: Window,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
 ) -> FlashAttnResult:
-    """Run one call. `owners` are q, k and v, or the tensors that pack them; `tail` are the arguments of `TAIL`."""
-    arguments = dict(zip(TAIL, tail, strict=True))
-    arguments["layout"] = "bshd" if lengths is None else VARLEN
+    """Run one call. `owners` are q, k and v, or the tensors that pack them; other arguments have diyfa's names."""
+    arguments: dict[str, Any] = {
+        "layout": "bshd" if lengths is None else VARLEN, "causal": causal, "sm_scale": sm_scale, "window": window,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "dropout_p": dropout_p, "deterministic": deterministic,
+    }  # fmt: skip
     return attend(owners, lengths or NO_LENGTHS, return_attn_probs, arguments, WORDS, signed_probabilities)
 
 

@@ -26,7 +26,7 @@ from diyfa.kvcache_ops import (
     with_room,
     without_backward,
 )
-from diyfa.options import NO_LENGTHS, UNBOUNDED
+from diyfa.options import UNBOUNDED
 from diyfa.plan import autocast_dtype, call_key, find, is_described_only, remember
 from diyfa.problem import VARLEN, KVCacheTensors, NewKeys
 
@@ -403,7 +403,9 @@ def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> A
     """Run a call -> (out, lse if `returns_lse`, …). Equal calls may differ in `length`, which is that of all sequences
     if no tensor has lengths, and in `max_seqlen_k`, which packed queries have."""
     q, k, v, optional = call[:4]
-    key = call_key(q, k, v, NO_LENGTHS, call[4:], optional, over_cache=True)
+    key, addresses = call_key((q, k, v, *optional), call[4:])
+    if key is not None and v is not None:  # v may be a view of k, and the result may replace q
+        key = key, addresses[1] == addresses[2], optional[-1] is not None and addresses[-1] == addresses[0]
     plan = find(key)
     if plan is None:
         cast = _autocast(call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -11,7 +11,7 @@ from diyfa import ops, registry, validation
 from diyfa.attention import autocast
 from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.options import MatmulOptions
-from diyfa.plan import find, is_described_only
+from diyfa.plan import call_key, find, is_described_only
 from diyfa.problem import MatmulTensors
 
 PRECISIONS = ("tf32", "ieee")
@@ -88,23 +88,25 @@ def triton_matmul(
     if unknown:
         refuse_unknown(triton_matmul, unknown)
     backend = backend or registry.forced_backend()
-    blocks = (block_m, block_n, block_k)
     choices = (
-        "triton_matmul", *blocks, type(use_autotune), use_autotune, precision, out_dtype, activation, variant, backend
+        "triton_matmul", block_m, block_n, block_k, type(use_autotune), use_autotune, precision, out_dtype, activation,
+        variant, backend,
     )  # fmt: skip
-    tensors = MatmulTensors(a, b, bias, a_descale, b_descale)
-    key = ops.product_key(tensors, out, choices)
+    given: tuple[Any, ...] = (a, b)
+    if not (bias is a_descale is b_descale is None):
+        given = a, b, bias, a_descale, b_descale
+    key, addresses = call_key(given if out is None else (*given, out), choices)
     plan = find(key)
     if plan is not None:
         if out is not None:
-            validation.check_no_overlap(out, **tensors._asdict())  # the key does not hold addresses
-        return plan.run(tensors, out)
+            validation.check_no_overlap(out, given, MatmulTensors._fields)  # the key does not hold addresses
+        return plan.run(given, addresses, out)
     validation.check_tensors(a=a, b=b)
     if precision is None:
         a, b = autocast(a, b)
     validation.check_booleans(use_autotune=use_autotune)
     validation.check_matmul(a, b)
-    validation.check_blocks(blocks, (a.shape[0], b.shape[1], a.shape[1]))
+    validation.check_blocks((block_m, block_n, block_k), (a.shape[0], b.shape[1], a.shape[1]))
     validation.check_epilogue(a, b, bias, activation)
     validation.check_descales(a, b, a_descale, b_descale)
     if precision is not None and precision not in PRECISIONS:
@@ -123,9 +125,9 @@ def triton_matmul(
     wants_grad = ops.wants_grad(a, b, bias)
     if (wants_grad and is_float8) or ops.wants_grad(a_descale, b_descale):
         raise ValueError("a product of float8 and its descales have no gradient: call it under torch.no_grad()")
-    if tensors.a is not a or tensors.b is not b or is_described_only(a) or wants_grad:
+    if given[0] is not a or given[1] is not b or is_described_only(a) or wants_grad:
         key = None
-    tensors = tensors._replace(a=a, b=b)
+    tensors = MatmulTensors(a, b, bias, a_descale, b_descale)
     tile = None
     if block_m is not None and block_n is not None and block_k is not None:
         tile = block_m, block_n, block_k
@@ -135,11 +137,11 @@ def triton_matmul(
     if out is not None:
         validation.check_product_out(out, a, b, out_dtype)
         if not torch.compiler.is_compiling():  # a traced tensor has no address: the operator checks it
-            validation.check_no_overlap(out, **tensors._asdict())
+            validation.check_no_overlap(out, tensors, MatmulTensors._fields)
         if wants_grad or ops.wants_grad(out):
             raise ValueError("out has no gradient: give no out, or call triton_matmul under torch.no_grad()")
     if key is not None:
-        product = ops.product_plan(tensors, out, key, options).run(tensors, out)
+        product = ops.product_plan(tensors, out, key, options).run(tensors, addresses, out)
     elif out is not None:
         product = ops.matmul_out(tensors, out, options)
     else:

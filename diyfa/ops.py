@@ -32,7 +32,6 @@ from diyfa.features import GRADIENTS, TENSORS
 from diyfa.options import (
     DIFFERENTIABLE,
     MATMUL_SCHEMA,
-    NO_LENGTHS,
     SCHEMA,
     AttentionOptions,
     Lengths,
@@ -46,7 +45,7 @@ from diyfa.options import (
     with_tensors,
     without_tensors,
 )
-from diyfa.plan import Plan, ProductPlan, call_key, find, may_be_read, remember, runs_eagerly
+from diyfa.plan import Plan, ProductPlan, attention_key, call_key, find, may_be_read, remember, runs_eagerly
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
@@ -169,7 +168,7 @@ def _operator_plan(
 ) -> Plan:
     """Return the plan of a call that comes through an operator: the second entrance to `plan_of`."""
     optional = optional_tensors(lengths, options)
-    key = call_key(q, k, v, lengths, (registry.forced_backend(), *options), optional)
+    key = attention_key((q, k, v), lengths, (registry.forced_backend(), *options), optional)
     plan = find(key)
     return plan_of(q, k, v, lengths, options, key) if plan is None else plan
 
@@ -237,8 +236,9 @@ def _run_forward(
     The first run launches the kernel; from the second on the plan's `repeat` does, if the kernel offers one.
     """
     inputs = q, k, v, *optional
-    if plan.repeat is not None:
-        pair = plan.repeat([x.data_ptr() for x in inputs], inputs)
+    repeat = plan.repeat  # read once: another thread may replace it
+    if repeat is not None:
+        pair = repeat([*map(torch.Tensor.data_ptr, inputs)], inputs)
         if pair is not None:
             return pair
     problem, kernel = plan.problem, plan.forward
@@ -249,8 +249,8 @@ def _run_forward(
         return out, lse
     tensors = bind(q, k, v, lengths, options)
     if plan.has_run and kernel.repeat is not None and _binds_without_copies(tensors, *inputs):
-        plan.repeat = kernel.repeat(problem, tensors, *_empty_results(q, problem))
-        pair = None if plan.repeat is None else plan.repeat([x.data_ptr() for x in inputs], inputs)
+        repeat = plan.repeat = kernel.repeat(problem, tensors, *_empty_results(q, problem))
+        pair = None if repeat is None else repeat([*map(torch.Tensor.data_ptr, inputs)], inputs)
         if pair is not None:
             return pair
     out, lse = _empty_results(q, problem)
@@ -724,7 +724,7 @@ def _matmul(*arguments: Any) -> torch.Tensor:
 
 def _matmul_out(*arguments: Any) -> None:
     tensors, out = MatmulTensors(*arguments[:FACTORS]), arguments[FACTORS]
-    check_no_overlap(out, **tensors._asdict())
+    check_no_overlap(out, tensors, MatmulTensors._fields)
     _product(tensors, out, _matmul_options(arguments[FACTORS + 1 :]))
 
 
@@ -737,19 +737,11 @@ def _matmul_options(arguments: Sequence[Any]) -> MatmulOptions:
 
 
 def _product(tensors: MatmulTensors, out: torch.Tensor | None, options: MatmulOptions) -> torch.Tensor:
-    key = product_key(tensors, out, ("product", *options, registry.forced_backend()))
+    key, addresses = call_key((*tensors, out), ("product", *options, registry.forced_backend()))
     plan = find(key)
     if plan is None:
         plan = product_plan(tensors, out, key, options)
-    return plan.run(tensors, out)
-
-
-def product_key(tensors: MatmulTensors, out: torch.Tensor | None, scalars: tuple[Any, ...]) -> Hashable | None:
-    """Return the `call_key` of a matrix product."""
-    a, b, bias, a_descale, b_descale = tensors
-    is_plain = bias is None and a_descale is None and b_descale is None and out is None
-    optional = () if is_plain else (bias, a_descale, b_descale, out)
-    return call_key(a, b, b, NO_LENGTHS, scalars, optional)
+    return plan.run(tensors, addresses, out)
 
 
 def product_plan(

@@ -10,7 +10,7 @@ subclasses. It then bypasses the operators of `ops.py`, whose schema of two doze
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,6 @@ from diyfa.torch_private import is_unseen
 
 # Runs a call again with other tensors: it replaces addresses in launches that are prepared. Returns None if it cannot.
 Repeat = Callable[..., Any]
-_float32, _int8, _Tensor, _strided = torch.float32, torch.int8, torch.Tensor, torch.strided
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors of other types intercept operations
 
 
@@ -88,16 +87,18 @@ class ProductPlan:
         self.has_run = False
         self.repeat: Repeat | None = None  # by `Kernel.repeat`, from the second call on
 
-    def run(self, tensors: MatmulTensors, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the product of matrices like those that the plan was made for, in `out` if it is given."""
-        repeat = self.repeat
+    def run(self, tensors: Sequence[Any], addresses: Sequence[int], out: torch.Tensor | None) -> torch.Tensor:
+        """Return the product of matrices like those that the plan was made for, in `out` if it is given.
+
+        `tensors`: the fields of `MatmulTensors`. `addresses`: those of the tensors that are given, then that of `out`.
+        """
+        repeat = self.repeat  # read once: another thread may replace it
         if repeat is not None:
-            present = tensors.present()
-            repeated = repeat([x.data_ptr() for x in present], present, out)
+            repeated = repeat(addresses if out is None else addresses[:-1], tensors, out)
             if repeated is not None:
                 return repeated[0]
             self.repeat = None  # it refused: a tile may have been measured since it was made
-        problem, kernel = self.problem, self.kernel
+        problem, kernel, tensors = self.problem, self.kernel, MatmulTensors(*tensors)
         c = out
         if c is None:
             c = tensors.a.new_empty((problem.m, problem.n), dtype=getattr(torch, problem.out_dtype))
@@ -164,77 +165,56 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 def may_be_read(x: Any) -> bool:
     """Return whether x is a tensor whose values may be read at its address."""
-    return type(x) in _PLAIN and x.layout is _strided and not x.is_neg()
+    return type(x) in _PLAIN and x.layout is torch.strided and not x.is_neg()
 
 
-def described(x: torch.Tensor) -> Hashable:
-    """Return all that checks and decisions read of an optional tensor."""
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, x.requires_grad
+def call_key(tensors: tuple[Any, ...], scalars: Hashable) -> tuple[Hashable | None, list[int]]:
+    """Return (all that checks and decisions read of a call, the addresses of its tensors).
 
-
-def call_key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: Lengths,
-    scalars: Iterable[Any],
-    optional: tuple[torch.Tensor | None, ...],
-    over_cache: bool = False,
-) -> Hashable | None:
-    """Return all that checks and decisions read of a call, or None: no plan may be used or stored for it.
-
-    `optional` is () if no optional tensor is given; `scalars` may contain these tensors, too. `over_cache`: k and v are
-    caches. Their dtype may differ from q's, and v may be a view of k. The last of `optional` is out, which may be q.
-    `scalars` contain no tensors then, except those that the checks refuse.
+    The first is None if no plan may be used or stored for the call. `tensors`: q and k or the matrices of a product,
+    then all other tensors of the call, and None for each optional one that is not given. `scalars`: all other
+    arguments.
     """
-    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN and is_unseen()):
-        return None
-    if q.is_neg() or k.is_neg() or v.is_neg():  # the memory does not hold the values themselves
-        return None
-    dtype, keys_dtype, device = q.dtype, k.dtype, q.device
-    values_dtype = v.dtype
-    if (values_dtype is not keys_dtype and keys_dtype is not _int8) or (keys_dtype is not dtype and not over_cache):
-        return None  # the checks refuse it
-    if k.device != device or v.device != device:
-        return None
+    addresses: list[int] = []
+    if not is_unseen():
+        return None, addresses
     wants_grad = torch.is_grad_enabled()
-    optional_key: tuple[Hashable, ...] = ()
+    key: list[Hashable] = [scalars, wants_grad, torch.are_deterministic_algorithms_enabled()]
     try:
-        if optional:
-            for x in optional:
-                if x is not None and not may_be_read(x):
-                    return None
-            optional_key = (*[x if x is None else described(x) for x in optional], wants_grad)
-            if over_cache:
-                out = optional[-1]
-                in_place = out is not None and out.data_ptr() == q.data_ptr()
-                optional_key += keys_dtype, k.data_ptr() == v.data_ptr(), in_place
-            else:
-                # Not None, which is a default: the checks refuse a tensor that is given as a number.
-                scalars = [_Tensor if isinstance(x, _Tensor) else x for x in scalars]
-                optional_key += lengths.max_seqlen_q, lengths.max_seqlen_k
-        return (
-            q.shape,
-            k.shape,
-            v.shape,
-            q.stride(),
-            k.stride(),
-            v.stride(),
-            dtype,
-            values_dtype,
-            device,
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,  # kernels are compiled for aligned or any tensors
-            (dtype is _float32 or keys_dtype is not dtype)  # autocast casts no other tensors
-            and device.type != "meta"
-            and torch.is_autocast_enabled(device.type)
-            and torch.get_autocast_dtype(device.type),
-            wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad),
-            torch.are_deterministic_algorithms_enabled(),
-            *scalars,
-            optional_key,
-        )
+        for x in tensors:
+            if x is None:
+                key.append(None)
+            elif type(x) in _PLAIN and not x.is_neg():
+                address = x.data_ptr()
+                addresses.append(address)
+                # Kernels are compiled for aligned or any addresses.
+                key.append((x.shape, x.stride(), x.dtype, x.device, address & 15, wants_grad and x.requires_grad))
+            else:  # the memory does not hold the values themselves
+                return None, addresses
     except RuntimeError:  # a tensor without strides or address, such as a sparse one: the checks refuse it
+        return None, addresses
+    first, second = tensors[0], tensors[1]
+    if first is None or second is None:  # the checks refuse it
+        return None, addresses
+    if first.dtype is torch.float32 or first.dtype is not second.dtype:  # autocast casts no other tensors
+        key.append(autocast_dtype(first))
+    return tuple(key), addresses
+
+
+def attention_key(
+    qkv: tuple[Any, ...], lengths: Lengths, scalars: Iterable[Any], optional: tuple[Any, ...]
+) -> Hashable | None:
+    """Return the key of a call of attention, as `call_key` does.
+
+    `optional` is () if no optional tensor is given; `scalars` may contain these tensors, too.
+    """
+    if qkv[2] is None:  # the checks refuse it
         return None
+    if not optional:
+        return call_key(qkv, tuple(scalars))[0]
+    # Not None, which is a default: the checks refuse a tensor that is given as a number.
+    scalars = [torch.Tensor if isinstance(x, torch.Tensor) else x for x in scalars]
+    return call_key((*qkv, *optional), (*scalars, lengths.max_seqlen_q, lengths.max_seqlen_k))[0]
 
 
 def find(key: Hashable | None) -> Any:

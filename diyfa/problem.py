@@ -664,8 +664,9 @@ class Kernel:
     * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(numbers, present, out | None, returns_lse) -> (out,
       lse, …)`. `numbers` are the addresses, then `tensors.length` of the new call. `out` is the tensor to fill; without
       one the function allocates it. lse may be anything if it is not returned
-    * matmul: `repeat(problem, tensors, c)` returns `(addresses, present, out | None) -> [c, …]`. `out` is the tensor to
-      fill; without one the function allocates it
+    * matmul: `repeat(problem, tensors, c)` returns `(addresses, fields, out | None) -> [c, …]`. `fields` are those of
+      `MatmulTensors`, or a and b if the others are None. `out` is the tensor to fill; without one the function
+      allocates it
     * kvcache_append: `repeat(problem, tensors, new)` returns `(numbers, present) -> not None`; the tensors of `new`
       come behind the others
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from numbers import Real
 from typing import Any
@@ -503,11 +504,11 @@ def check_product_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype
         raise ValueError(f"out must not overlap itself, got shape {_shape(out)} with strides {out.stride()}")
 
 
-def check_no_overlap(out: torch.Tensor, **inputs: torch.Tensor | None) -> None:
+def check_no_overlap(out: torch.Tensor, inputs: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
     """Check that out shares no memory with the inputs. Tensors without memory share none."""
     if out.is_meta:
         return
-    for name, x in inputs.items():
+    for x, name in zip(inputs, names, strict=False):
         if x is not None and share_memory(out, x):
             raise ValueError(f"out must not share memory with {name}")
 

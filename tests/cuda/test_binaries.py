@@ -24,7 +24,7 @@ from subprocesses import ROOT, SUPPORT
 
 from diyfa.backends.cuda import backend
 from diyfa.backends.cuda.gluon.compat import has_gluon
-from diyfa.backends.cuda.runtime import binaries, jit, launcher, pack, tune
+from diyfa.backends.cuda.runtime import binaries, jit, launcher, pack, passes, tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launcher import Tiles, launch_signature, shared_box
 from diyfa.problem import Launch
@@ -137,10 +137,6 @@ def test_a_pack_has_the_compiled_binaries(made):
         assert packed.cubin[cleared : cleared + 8] == bytes(8) and len(packed.cubin) == len(compiled.cubin)
         assert packed == compiled._replace(cubin=pack.without_debug(compiled.cubin))
         assert str(ROOT).encode() not in packed.cubin
-
-
-def test_bytes_round_trip(binary):
-    assert binaries.unpacked(binaries.packed(binary)) == binary
 
 
 # ---- What a binary is known by ------------------------------------------------------------------------------------
@@ -305,16 +301,6 @@ def test_a_damaged_size_allocates_no_memory(write, monkeypatch):
     monkeypatch.setattr(Path, "open", lambda path, mode: Watched(io.FileIO(path)))
     assert "its index is damaged" in pack.installed(ARCH).reason
     assert asked == [pack._HEADER.size]
-
-
-def other_version(content):
-    return content[:8] + (pack.FORMAT + 1).to_bytes(4, "little") + content[12:]
-
-
-def test_another_version_is_refused(write, caplog):
-    write(other_version)
-    assert "its format is 2, and this diyfa reads 1" in pack.installed(ARCH).reason
-    assert len(caplog.records) == 1 and "its format is 2" in backend.binaries(ARCH)
 
 
 def test_a_pack_of_other_sources_or_another_gpu_is_refused(write, monkeypatch):
@@ -511,8 +497,6 @@ def test_nothing_is_compiled_for_a_profiler_if_jit_is_off(monkeypatch):
 
 
 def test_without_a_compiler_a_pass_is_launched_completely_or_not_at_all(monkeypatch):
-    from diyfa.backends.cuda.runtime import passes
-
     def loaded_binary(launch, signature, device, stored=None):
         if launch.arguments["n"] == 2:
             raise RuntimeError("not this one")
@@ -530,8 +514,6 @@ def test_without_a_compiler_a_pass_is_launched_completely_or_not_at_all(monkeypa
 
 def test_missing_kernels_of_a_pass_are_compiled_side_by_side(compiler, monkeypatch, binary):
     """Each compilation waits until both have begun. Then they are loaded in the calling thread, and launched."""
-    from diyfa.backends.cuda.runtime import passes
-
     both_have_begun, threads, launched = threading.Barrier(2), [], []
 
     def compile_binary(arch, launch, signature):

@@ -5,6 +5,7 @@ Kernels are compiled for sm_90 in a process of its own (`compiled_launches.py`),
 
 from __future__ import annotations
 
+import ctypes
 import json
 import struct
 from types import SimpleNamespace
@@ -123,13 +124,10 @@ def test_every_dtype_that_a_call_may_have_is_known():
 
 
 def test_numbers_are_known_by_their_size():
-    signature = launch_signature(
-        make_launch(n=3, one=1, large=2**31, small=-(2**31), less=-(2**31) - 1, x=0.5, none=None)
-    )
-    assert signature.kinds == ("i32", "i32", "i64", "i32", "i64", "fp32", None)
-    assert signature.values == [3, 1, 2**31, -(2**31), -(2**31) - 1, 0.5]
-    for n, kind in ((2**31 - 1, "i32"), (2**31, "i64"), (-(2**31), "i32"), (-(2**31) - 1, "i64")):
-        assert launch_signature(make_launch(n=n, m=0)).kinds == (kind, "i32")
+    values = [3, 1, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 0.5]
+    signature = launch_signature(make_launch(**{f"x{i}": x for i, x in enumerate([*values, None])}))
+    assert signature.kinds == ("i32", "i32", "i32", "i64", "i32", "i64", "fp32", None)
+    assert signature.values == values
 
 
 def test_numbers_beyond_float32_are_infinite():
@@ -186,12 +184,22 @@ def test_descriptors_are_known_by_their_tiles():
     assert launch_signature(mixed).kinds == ("i32", box, "fp32", torch.float32, None, torch.float16)
 
 
-def test_tensor_maps_are_known_by_number_shape_and_strides():
-    x = torch.zeros(64, 32)
-    box = shared_box(x.dtype, (16, 16))
-    places = [(0, (64, 32), (32, 1)), (1, (64, 32), (32, 1)), (0, (8, 32), (32, 1)), (0, (64, 32), (64, 1))]
-    keys = {launcher.Binary.tensor_map_key(number, Tiles(x, shape, strides, box)) for number, shape, strides in places}
-    assert len(keys) == len(places)
+def test_a_tensor_map_is_made_once_for_each_address(monkeypatch):
+    """It is in aligned memory, and only a limited number of maps is stored."""
+    made = []
+
+    def moved(encoded, address):
+        made.append(address)
+        return struct.pack("<Q", address) + encoded[8:]
+
+    monkeypatch.setattr(launcher, "_driver", [SimpleNamespace(moved=moved)])
+    monkeypatch.setattr(launcher.TensorMaps, "MAX_SIZE", 2)
+    encoded = bytes(range(128))
+    maps = launcher.TensorMaps(encoded)
+    for address in (640, 1280, 640, 1920, 640):
+        begin = maps[address]
+        assert begin % 64 == 0 and ctypes.string_at(begin, 128) == struct.pack("<Q", address) + encoded[8:]
+    assert made == [640, 1280, 1920, 640]
 
 
 def test_a_tensor_map_is_moved_only_if_its_copies_are_equal(monkeypatch):

@@ -10,7 +10,6 @@ import torch
 from gloo_workers import Workers
 from targets import TARGETS
 
-from diyfa.distributed.merge import Merged
 from diyfa.distributed.ring import Sum
 from diyfa.testing import AttentionCase, assert_within_budget
 
@@ -273,27 +272,6 @@ def test_keys_whose_common_vector_is_not_subtracted(workers, softcap, infinite):
 def test_values_that_cancel_between_ranks(workers):
     for error, unit in workers.run(cp.run_cancelling)[0]:
         assert error <= 3 * unit, f"{error:.2g}, half a unit is {unit:.2g}"
-
-
-def test_outputs_are_merged_where_some_saw_no_key():
-    """In any order, with rows that none saw, and some of the rows."""
-    q, scores = torch.zeros(1, 1, 4, 2), torch.randn(4, 6)
-    v = torch.randn(6, 2)
-    scores[0], scores[1, 4:], scores[2, :4] = -float("inf"), -float("inf"), -float("inf")
-    lse = scores.logsumexp(-1)
-    expected = torch.where(lse.isinf()[:, None], 0.0, (scores - lse[:, None]).exp() @ v)
-    for parts in ((0, 2, 4, 6), (4, 2, 0, 6)):
-        merged = Merged(q, 2, "bhsd", "cpu")
-        for start in (x for x in parts if x < 6):
-            own = scores[:, start : start + 2]
-            own_lse = own.logsumexp(-1)
-            out = torch.where(own_lse.isinf()[:, None], 0.0, (own - own_lse[:, None]).exp() @ v[start : start + 2])
-            own_lse[own_lse.isinf()] = float("inf")
-            for first, last in ((0, 4),) if start == parts[0] else ((2, 4), (0, 2)):
-                merged.add(first, out[None, None, first:last].clone(), own_lse[None, None, first:last])
-        out, found = merged.result()
-        torch.testing.assert_close(out[0, 0], expected)
-        torch.testing.assert_close(found[0, 0], torch.where(lse.isinf(), float("inf"), lse))
 
 
 def test_pytorchs_own_context_parallel(workers):

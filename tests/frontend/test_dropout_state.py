@@ -161,15 +161,3 @@ def test_compiled_checkpoint_repeats_the_mask() -> None:
     expected = gradients(attend, leaves)
     torch.manual_seed(1)
     assert same(gradients(compiled, leaves), expected)
-
-
-def test_many_calls_drop_the_expected_fraction() -> None:
-    """The states drawn one after another give independent masks: each position is kept 1 - p of the time."""
-    size, p, calls = 16, 0.25, 200
-    q = k = torch.zeros(1, 1, size, 1)
-    v = torch.eye(size)[None, None]
-    torch.manual_seed(0)
-    kept = sum((diyfa.flash_attention(q, k, v, dropout_p=p, **CPU) > 0).double() for _ in range(calls)) / calls
-    sigma = (p * (1 - p) / calls) ** 0.5
-    assert abs(float(kept.mean()) - (1 - p)) < 4 * sigma / size
-    assert float((kept - (1 - p)).abs().max()) < 5 * sigma

@@ -28,6 +28,8 @@ from diyfa import plan as planning
 from diyfa import registry, testing, yardstick
 from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, SHAPE_FEATURES, Broadcast, Feature, Shape
 from diyfa.features import REFUSABLE as ALL_REFUSABLE
+from diyfa.lab.first_run.cases import SMOKE, features_in
+from diyfa.lab.validate import CASES as VALIDATED
 from diyfa.options import AttentionOptions
 from diyfa.problem import (
     KVCACHE_FEATURES,
@@ -353,12 +355,12 @@ def test_a_wrong_tensor_is_refused(feature: Feature) -> None:
     owner = next(x for x in FEATURES if x.name == COMPANIONS.get(feature.name, feature.name))
     right = example_tensors(plain(seqlen_q=8, seqlen_k=8, **owner.example), "cpu")[feature.name].zero_()
     rest = {"dropout_p": 0.5} if owner.name == "dropout_p" else {}
-    wrong: tuple[tuple[Any, type], ...] = (
-        (right.bool(), TypeError), (1.5, TypeError), (right.new_zeros(3, 5, 7), ValueError),
-        (right.to("meta"), ValueError),
+    wrong: tuple[tuple[Any, type, str], ...] = (
+        (right.bool(), TypeError, "{}"), (1.5, TypeError, r"{} must be a torch\.Tensor, got float"),
+        (right.new_zeros(3, 5, 7), ValueError, "{}"), (right.to("meta"), ValueError, "same device: .* {} on meta"),
     )  # fmt: skip
-    for value, error in wrong:
-        with pytest.raises(error, match=feature.name):
+    for value, error, words in wrong:
+        with pytest.raises(error, match=words.format(feature.name)):
             diyfa.flash_attention(q, q, q, backend="cpu", **{feature.name: value}, **rest)
 
 
@@ -413,9 +415,6 @@ def test_random_cases_have_each_feature_unless_excluded() -> None:
 @by_name(REFUSABLE)
 def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
     pytest.importorskip("rich")
-    from diyfa.lab.first_run.cases import SMOKE, features_in
-    from diyfa.lab.validate import CASES as VALIDATED
-
     small = [
         replace(
             case, heads=2, heads_kv=case.heads_kv and 1, seqlen_q=40, seqlen_k=-1 if case.seqlen_k < 0 else 44,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from eager_budget import assert_within_budget_of
 from poison import poisoned_allocations
-from targets import TARGETS, Target
+from targets import TARGETS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import diyfa
-from diyfa import flash_attn_interface, registry
+from diyfa import attention, flash_attn_interface, ops, registry
 from diyfa.flash_attn_interface import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -27,8 +27,7 @@ from diyfa.flash_attn_interface import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from diyfa.problem import AttentionProblem
-from diyfa.yardstick import plain_flash_attention
+from diyfa.testing import AttentionCase, assert_within_budget, make_inputs, run_case
 
 F16 = torch.float16
 
@@ -98,191 +97,79 @@ def test_private_signatures(name: str) -> None:
 # ---- Results ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call in words. `lens` are the lengths (query, key) of packed sequences; without them it is a batch of 2."""
-
-    packing: str = ""
-    heads: int = 4
-    heads_kv: int = 4
-    seqlen_q: int = 37
-    seqlen_k: int = 37
-    head_dim: int = 32
-    head_dim_v: int = 32
-    lens: tuple[tuple[int, int], ...] = ()
-    alibi: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def varlen(self) -> bool:
-        return bool(self.lens)
+def described(name: str, **changes: Any) -> AttentionCase:
+    sizes = {"layout": "thd"} if "lens_q" in changes else {"layout": "bshd", "batch": 2, "seqlen_q": 37}
+    return AttentionCase(name, **{"heads": 4, **sizes, **changes})
 
 
-LENS = ((17, 17), (1, 1), (40, 40), (0, 0), (9, 9))
-UNEVEN = ((17, 30), (5, 0), (0, 7), (33, 12), (1, 40))
-CALLS = {
-    "dense": Call(),
-    "dense_causal_gqa": Call(heads_kv=2, seqlen_q=20, seqlen_k=51, options={"causal": True}),
-    "dense_rows_without_keys": Call(seqlen_q=50, seqlen_k=20, options={"causal": True}),
-    "dense_window_list": Call(options={"window_size": [7, 3]}),
-    "dense_window_tensor": Call(options={"window_size": torch.tensor([7, 3]), "softcap": 4.0}),
-    "dense_causal_caps_right": Call(options={"window_size": (9, 9), "causal": True}),
-    "dense_scale": Call(options={"softmax_scale": 0.3}),
-    "dense_alibi": Call(alibi="h", options={"causal": True}),
-    "dense_alibi_batch": Call(alibi="bh", seqlen_k=61),
-    "dense_dv": Call(head_dim_v=16),
-    "dense_dropout": Call(heads_kv=2, options={"dropout_p": 0.3, "causal": True}),
-    "qkv": Call("qkv", options={"causal": True}),
-    "qkv_deterministic": Call("qkv", options={"deterministic": True, "softmax_scale": 0.2}),
-    "qkv_dropout": Call("qkv", options={"dropout_p": 0.17}),
-    "kv": Call("kv", seqlen_k=60),
-    "kv_gqa_window": Call("kv", heads_kv=1, options={"window_size": (11, 0)}),
-    "varlen": Call(lens=LENS),
-    "varlen_uneven": Call(heads_kv=2, lens=UNEVEN),
-    "varlen_uneven_causal": Call(lens=UNEVEN, options={"causal": True}),
-    "varlen_window_softcap": Call(lens=UNEVEN, options={"window_size": (6, 6), "softcap": 3.0}),
-    "varlen_alibi": Call(lens=LENS, alibi="h", options={"causal": True}),
-    "varlen_alibi_batch": Call(lens=UNEVEN, alibi="bh"),
-    "varlen_dv": Call(lens=UNEVEN, head_dim_v=16),
-    "varlen_dropout": Call(lens=UNEVEN, heads_kv=2, options={"dropout_p": 0.25}),
-    "varlen_qkv": Call("qkv", lens=LENS, options={"causal": True}),
-    "varlen_qkv_dropout": Call("qkv", lens=LENS, options={"causal": True, "dropout_p": 0.1}),
-    "varlen_kv": Call("kv", lens=UNEVEN, heads_kv=2),
-}
+EVEN = {"lens_q": (17, 1, 40, 0, 9)}
+UNEVEN = {"lens_q": (17, 5, 0, 33, 1), "lens_k": (30, 0, 7, 12, 40)}
+CASES = [
+    described("dense"),
+    described("dense_causal_gqa", heads_kv=2, seqlen_q=20, seqlen_k=51, causal=True),
+    described("dense_rows_without_keys", seqlen_q=50, seqlen_k=20, causal=True),
+    described("dense_window", window=(7, 3), softcap=4.0),
+    described("dense_causal_caps_right", window=(9, 9), causal=True),
+    described("dense_scale", sm_scale=0.3),
+    described("dense_alibi", alibi="h", causal=True),
+    described("dense_alibi_batch", alibi="bh", seqlen_k=61),
+    described("dense_dv", head_dim_v=16),
+    described("dense_dropout", heads_kv=2, dropout_p=0.3, causal=True),
+    described("qkv", packing="qkv", causal=True),
+    described("qkv_deterministic", packing="qkv", sm_scale=0.2),
+    described("qkv_dropout", packing="qkv", dropout_p=0.17),
+    described("kv", packing="kv", seqlen_k=60),
+    described("kv_gqa_window", packing="kv", heads_kv=1, window=(11, 0)),
+    described("varlen", **EVEN),
+    described("varlen_uneven", **UNEVEN, heads_kv=2),
+    described("varlen_uneven_causal", **UNEVEN, causal=True),
+    described("varlen_window_softcap", **UNEVEN, window=(6, 6), softcap=3.0),
+    described("varlen_alibi", **EVEN, alibi="h", causal=True),
+    described("varlen_alibi_batch", **UNEVEN, alibi="bh"),
+    described("varlen_dv", **UNEVEN, head_dim_v=16),
+    described("varlen_dropout", **UNEVEN, heads_kv=2, dropout_p=0.25),
+    described("varlen_qkv", packing="qkv", **EVEN, causal=True),
+    described("varlen_qkv_dropout", packing="qkv", **EVEN, causal=True, dropout_p=0.1),
+    described("varlen_kv", packing="kv", **UNEVEN, heads_kv=2),
+]
 ON_EVERY_BACKEND = ("dense_causal_gqa", "qkv", "kv", "varlen_uneven_causal", "varlen_qkv", "varlen_kv", "qkv_dropout")
+by_case = partial(pytest.mark.parametrize, "case", ids=lambda case: case.name)
 
 
-def cumulative(lengths: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+def attend(case: AttentionCase, *leaves: torch.Tensor, **given: Any) -> tuple[torch.Tensor, ...]:
+    """out, lse and the mask of the function of the surface that fits; `given` are a case's options."""
+    names = {"causal": "causal", "sm_scale": "softmax_scale", "window": "window_size", "softcap": "softcap",
+             "alibi_slopes": "alibi_slopes", "dropout_p": "dropout_p"}  # fmt: skip
+    options = {name: given[ours] for ours, name in names.items() if ours in given}
+    lengths = [given[f"{x}_{side}"] for x in ("cu_seqlens", "max_seqlen") for side in "qk" if case.lens_q is not None]
+    if case.packing == "qkv":
+        lengths = [lengths[0], torch.tensor(lengths[2])] if lengths else []
+    form = f"{'varlen_' * bool(lengths)}{case.packing}{'packed_' * bool(case.packing)}"
+    function = getattr(diyfa, f"flash_attn_{form}func")
+    deterministic = case.name == "qkv_deterministic"
+    return function(*leaves, *lengths, **options, deterministic=deterministic, return_attn_probs=True)
 
 
-def leaves(call: Call, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """q, k, v as the oracle takes them: separate, on the CPU."""
-    generator = torch.Generator().manual_seed(5)
-    rows_q = (sum(a for a, _ in call.lens),) if call.varlen else (2, call.seqlen_q)
-    rows_k = (sum(b for _, b in call.lens),) if call.varlen else (2, call.seqlen_k)
-    shapes = (
-        (*rows_q, call.heads, call.head_dim),
-        (*rows_k, call.heads_kv, call.head_dim),
-        (*rows_k, call.heads_kv, call.head_dim_v),
-    )
-    return tuple(torch.randn(s, generator=generator).to(F16).to(dtype).requires_grad_() for s in shapes)
-
-
-def slopes(call: Call) -> torch.Tensor | None:
-    batch = len(call.lens) or 2
-    shape = {"": None, "h": (call.heads,), "bh": (batch, call.heads)}[call.alibi]
-    return None if shape is None else torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 0.3
-
-
-def cotangents(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(6)
-    dout = torch.randn(out.shape, generator=generator).to(F16)
-    return dout.to(out), torch.randn(lse.shape, generator=generator).to(lse)
-
-
-def attend(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, device: str = "cpu") -> Any:
-    """The function of the surface that fits; packed tensors are made from q, k, v, so their gradients come apart."""
-    alibi = slopes(call)
-    options = {**call.options, "alibi_slopes": None if alibi is None else alibi.to(device), "return_attn_probs": True}
-    cu_q, cu_k = (cumulative([pair[side] for pair in call.lens]).to(device) for side in (0, 1))
-    longest_q, longest_k = (max((pair[side] for pair in call.lens), default=0) for side in (0, 1))
-    lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
-    if call.packing == "qkv":
-        qkv = torch.stack((q, k, v), -3)
-        if call.varlen:
-            return flash_attn_varlen_qkvpacked_func(qkv, cu_q, torch.tensor(longest_q), **options)
-        return flash_attn_qkvpacked_func(qkv, **options)
-    if call.packing == "kv":
-        kv = torch.stack((k, v), -3)
-        if call.varlen:
-            return flash_attn_varlen_kvpacked_func(q, kv, **lengths, **options)
-        return flash_attn_kvpacked_func(q, kv, **options)
-    if call.varlen:
-        return flash_attn_varlen_func(q, k, v, **lengths, **options)
-    return flash_attn_func(q, k, v, **options)
-
-
-def oracle(call: Call, rng_state: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-    """out, lse and gradients: in float64 by the reference, else by a plain FlashAttention."""
-    options = dict(call.options)
-    left, right = (int(x) for x in options.get("window_size", (-1, -1)))
-    inputs = leaves(call, dtype)
-    packed = {}
-    if call.varlen:
-        packed = {f"cu_seqlens_{s}": cumulative([pair[i] for pair in call.lens]) for i, s in enumerate("qk")}
-    attend = diyfa.reference_attention if dtype == torch.float64 else plain_flash_attention
-    out, lse = attend(
-        *inputs,
-        causal=options.get("causal", False),
-        sm_scale=options.get("softmax_scale"),
-        window=(left, right),
-        softcap=options.get("softcap", 0.0),
-        alibi_slopes=slopes(call),
-        dropout_p=options.get("dropout_p", 0.0),
-        rng_state=rng_state,
-        layout="thd" if call.varlen else "bshd",
-        return_lse=True,
-        **packed,
-    )
-    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), inputs, cotangents(out, lse))]
-
-
-def assert_within(actual: list[torch.Tensor], call: Call, rng_state: torch.Tensor) -> None:
-    expected, yardstick = oracle(call, rng_state, torch.float64), oracle(call, rng_state, F16)
-    for name, got, want, low in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, yardstick, strict=True):
-        assert got.shape == want.shape and got.dtype == low.dtype, name
-        assert_within_budget_of(low, got, want, name)
-
-
-def run(call: Call, device: str = "cpu") -> tuple[list[torch.Tensor], torch.Tensor]:
-    """out, lse and gradients, and the rng_state that the call drew."""
-    from diyfa.attention import new_rng_state
-
-    inputs = [x.detach().to(device).requires_grad_() for x in leaves(call, F16)]
-    torch.manual_seed(11)
-    rng_state = new_rng_state(torch.device(device)).cpu()
-    torch.manual_seed(11)
+def check(case: AttentionCase, monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:
+    """out, lse and gradients are within their budgets; dropout's state is the one of the case."""
+    inputs = make_inputs(case, device)
+    for module in (attention, ops):
+        monkeypatch.setattr(module, "new_rng_state", lambda device: inputs.options["rng_state"])
     with poisoned_allocations():
-        out, lse, _ = attend(call, *inputs, device)
-        gradients = torch.autograd.grad((out, lse), inputs, cotangents(out.cpu(), lse.cpu()) if device == "cpu" else
-                                        tuple(x.to(device) for x in cotangents(out.cpu(), lse.cpu())))  # fmt: skip
-    return [out.detach(), lse.detach(), *gradients], rng_state
+        results = run_case(lambda *leaves, **options: attend(case, *leaves, **options)[:2], inputs)
+    assert_within_budget(results, case)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_results(name: str) -> None:
-    results, rng_state = run(CALLS[name])
-    assert_within(results, CALLS[name], rng_state)
+@by_case(CASES)
+def test_results(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(case, monkeypatch)
 
 
-def missing(target: Target, call: Call) -> bool:
-    """Whether the backend says that it cannot run such a call."""
-    backend = registry.load_backend(target.backend)
-    arch = backend.arch(torch.device(target.device))
-    sizes = (2, call.heads, call.heads_kv, call.seqlen_q, call.seqlen_k, call.head_dim, call.head_dim_v)
-    problem = AttentionProblem(
-        backend.device_type, arch, "float16", "thd" if call.varlen else "bshd", *sizes,
-        window_right=0 if call.options.get("causal") else -1, dropout="dropout_p" in call.options,
-        needs_grad=True, total_q=sum(a for a, _ in call.lens), total_k=sum(b for _, b in call.lens),
-    )  # fmt: skip
-    return any(
-        all(k.unsupported(problem) for k in backend.kernels if k.op == op) or backend.unsupported(problem) is not None
-        for op in ("attention_fwd", "attention_bwd")
-    )
-
-
-@pytest.mark.parametrize("name", ON_EVERY_BACKEND)
+@by_case([case for case in CASES if case.name in ON_EVERY_BACKEND])
 @pytest.mark.parametrize("backend", [n for n, t in TARGETS.items() if n != "cpu" and t.computes])
-def test_results_on_every_backend(backend: str, name: str) -> None:
-    target, call = TARGETS[backend], CALLS[name]
+def test_results_on_every_backend(backend: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
     with diyfa.use_backend(backend):
-        if missing(target, call):
-            with pytest.raises(ValueError, match="does not implement"):
-                run(call, target.device)
-            return
-        results, rng_state = run(call, target.device)
-    assert_within(results, call, rng_state)
+        check(case, monkeypatch, TARGETS[backend].device)
 
 
 # ---- What return_attn_probs adds --------------------------------------------------------------------------------
@@ -319,30 +206,27 @@ def test_a_refused_call_draws_no_state_of_the_mask(case: str, probs: bool) -> No
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if "dropout_p" in call.options])
-def test_s_dmask_is_the_softmax_with_a_sign(name: str) -> None:
-    call = CALLS[name]
-    inputs = leaves(call, torch.float32)
+@by_case([case for case in CASES if case.dropout_p])
+def test_s_dmask_is_the_softmax_with_a_sign(case: AttentionCase) -> None:
+    case = replace(case, dtype="float32")
+    inputs = make_inputs(case)
     torch.manual_seed(3)
     rng_state = torch.randint(0, 2**32, (2,), dtype=torch.int64)
     torch.manual_seed(3)
-    out, _, s_dmask = attend(call, *inputs)
+    out, _, s_dmask = attend(case, *inputs.leaves, **inputs.options)
     assert not s_dmask.requires_grad
-    batch = len(call.lens) or 2
-    assert s_dmask.shape == (batch, call.heads, 128, 128) and s_dmask.dtype == torch.float32
-    p, seed, offset = call.options["dropout_p"], *rng_state.tolist()
-    lens = call.lens or ((call.seqlen_q, call.seqlen_k),) * 2
-    longest = [max(pair[side] for pair in lens) for side in (0, 1)]
-    keep = diyfa.dropout_mask(batch, call.heads, *longest, p, seed, offset)
-    q, k, v = (x.repeat_interleave(call.heads // x.shape[-2], -2) for x in inputs)
+    batch, heads, _, longest_q, longest_k, head_dim, _ = case.sizes
+    assert s_dmask.shape == (batch, heads, 128, 128) and s_dmask.dtype == torch.float32
+    keep = diyfa.dropout_mask(batch, heads, longest_q, longest_k, case.dropout_p, *rng_state.tolist())
+    q, k, v = (x.repeat_interleave(heads // x.shape[-2], -2) for x in inputs[:3])
     row_q = row_k = 0
-    for b, (len_q, len_k) in enumerate(lens):
-        at_q = slice(row_q, row_q + len_q) if call.varlen else (b,)
-        at_k = slice(row_k, row_k + len_k) if call.varlen else (b,)
+    lens_q, lens_k = case.lens_q or (longest_q,) * batch, case.key_lens or (longest_k,) * batch
+    for b, (len_q, len_k) in enumerate(zip(lens_q, lens_k, strict=True)):
+        at_q, at_k = (slice(row_q, row_q + len_q), slice(row_k, row_k + len_k)) if case.lens_q else (b, b)
         row_q, row_k = row_q + len_q, row_k + len_k
         qb, kb, vb = (x.transpose(0, 1).double() for x in (q[at_q], k[at_k], v[at_k]))  # [H, S, D]
-        scores = qb @ kb.mT * call.head_dim**-0.5
-        if call.options.get("causal"):
+        scores = qb @ kb.mT * head_dim**-0.5
+        if case.causal:
             scores = scores.masked_fill(torch.ones(len_q, len_k).triu(len_k - len_q + 1).bool(), -torch.inf)
         weights = scores.softmax(-1).nan_to_num(0.0)
         block = s_dmask[b, :, :len_q, :len_k]
@@ -350,7 +234,7 @@ def test_s_dmask_is_the_softmax_with_a_sign(name: str) -> None:
         seen = scores > -torch.inf
         assert torch.equal(block.signbit(), ~keep[b, :, :len_q, :len_k] & seen)
         # What flash_attn's own users do with it: rebuild the output.
-        rebuilt = torch.where(block.signbit(), 0.0, block).double() @ vb / (1 - p)
+        rebuilt = torch.where(block.signbit(), 0.0, block).double() @ vb / (1 - case.dropout_p)
         torch.testing.assert_close(out[at_q].transpose(0, 1).double(), rebuilt, rtol=1e-4, atol=1e-5)
         assert int(s_dmask[b, :, len_q:].count_nonzero() + s_dmask[b, :, :, len_k:].count_nonzero()) == 0
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from subprocesses import run_after_torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import diyfa
 from diyfa import ops
@@ -152,8 +152,6 @@ def test_matmul() -> None:
 
 def test_every_operator_has_a_formula() -> None:
     """A new one cannot be forgotten."""
-    from torch.utils.flop_counter import flop_registry
-
     names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("diyfa::")}
     assert len(names) >= 7
     assert {name for name in names if getattr(torch.ops.diyfa, name[7:]) not in flop_registry} == set()

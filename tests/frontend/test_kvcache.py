@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen
 from test_flash_attn_interface import CACHE, signature
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import diyfa
 from diyfa import kvcache_ops, registry
@@ -178,15 +178,8 @@ def _refused(function: Callable[..., Any], given: dict[str, Any], error: type[Ex
         assert torch.equal(x.detach().float(), before[name]), f"{name} was written"
 
 
-class _Watching(TorchDispatchMode):
-    """Sees every operator, and changes nothing."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **kwargs or {})
-
-
 def attend_seen(**given: Any) -> Any:
-    with _Watching():
+    with Seen():
         return diyfa.flash_attn_with_kvcache(**given)
 
 
@@ -648,11 +641,6 @@ def test_out_is_not_packed_queries() -> None:
     with pytest.raises(ValueError, match="out must not share memory with q: it is cleared"):
         diyfa.flash_attention_varlen(**given, out=given["q"])
     assert torch.equal(given["q"], before)
-
-
-def test_the_kernels_are_listed() -> None:
-    assert diyfa.kernels_for("cpu", "kvcache_fwd") == ["split_kv"]
-    assert diyfa.kernels_for("cpu", "kvcache_append") == ["append"]
 
 
 # ---- The mode ---------------------------------------------------------------------------------------------------

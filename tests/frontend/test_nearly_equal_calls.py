@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen
 from targets import TARGETS
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import diyfa
 from diyfa import plan as planning
@@ -25,11 +25,6 @@ from diyfa.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
 Given = dict[str, Any]
 B, H, HK, S, D = 2, 4, 2, 16, 16
-
-
-class Seen(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 class Subclass(torch.Tensor):

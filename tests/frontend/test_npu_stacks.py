@@ -14,6 +14,11 @@ import pytest
 
 from diyfa import npu_stacks
 from diyfa.backends import npu
+from diyfa.backends.npu.runtime import compiler
+from diyfa.backends.npu.runtime.compat import stable_options
+from diyfa.backends.npu.runtime.compiler import compiling_if_allowed
+from diyfa.backends.npu.runtime.multibuffer import options_in_use
+from diyfa.lab.npu import aot
 from diyfa.npu_stacks import STACKS, TRITON_ASCEND, documented_stack, installed_version, release, torch_npu_for
 
 if sys.version_info >= (3, 11):
@@ -169,8 +174,6 @@ def test_the_compiler_inside_triton_ascend(tmp_path: Path, monkeypatch: pytest.M
     program.write_text("#!/bin/sh\necho 'bishengir-compile 1.3.0 (/build 0123456789ab 2026-08-01)'\n")
     program.chmod(0o755)
     assert npu_stacks.bundled_compiler() == program
-    from diyfa.backends.npu.runtime import compiler
-
     compiler.compiler_version.cache_clear()
     try:
         assert compiler.compiler_version() == "1.3.0 (0123456789ab 2026-08-01)"
@@ -180,8 +183,6 @@ def test_the_compiler_inside_triton_ascend(tmp_path: Path, monkeypatch: pytest.M
 
 def test_whether_a_call_may_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty DIYFA_JIT is none; tests/npu/test_npu_warmup.py has "never"."""
-    from diyfa.backends.npu.runtime.compiler import compiling_if_allowed
-
     for value in ("", "auto"):
         monkeypatch.setenv("DIYFA_JIT", value)
         with compiling_if_allowed("a kernel"):
@@ -196,9 +197,6 @@ def test_whether_a_call_may_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_are_those_of_the_gate_in_every_release() -> None:
     """Later releases have other defaults for 910B."""
-    from diyfa.backends.npu.runtime.compat import stable_options
-    from diyfa.backends.npu.runtime.multibuffer import options_in_use
-
     assert stable_options({}) == {"enable_select_analysis": False, "enable_auto_bind_sub_block": True}
     assert stable_options({"enable_auto_bind_sub_block": False})["enable_auto_bind_sub_block"] is False
     on_950 = {"compile_on_910_95": True, "enable_select_analysis": True}
@@ -220,8 +218,6 @@ def test_a_call_with_plain_triton_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_ahead_of_time_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """pip lists triton-ascend as installed although the other lies over it."""
-    from diyfa.lab.npu import aot
-
     pretend_triton(monkeypatch, nvidia=1)
     monkeypatch.setattr("importlib.metadata.version", lambda name: TRITON_ASCEND)
     with pytest.raises(aot.CompilerMissing, match="is not triton-ascend"):

@@ -21,8 +21,10 @@ import diyfa
 from diyfa import masks, score_functions
 from diyfa.backends.cuda.attention import score_functions as portable
 from diyfa.features import SCORE_EXAMPLE
+from diyfa.options import AttentionOptions, Lengths, pack
+from diyfa.registry import load_backend
 from diyfa.score_code import gathered_loads, value_source
-from diyfa.score_functions import Program, mask_program, programs, score_function, why_not_differentiable
+from diyfa.score_functions import Program, programs, score_function, why_not_differentiable
 
 q = torch.randn(1, 2, 20, 16)
 bias = torch.randn(2, 128)
@@ -240,8 +242,6 @@ def test_wrong_arguments_are_refused() -> None:
 def test_kernels_refuse_it_by_name() -> None:
     problem = diyfa.explain(q, q, q, backend="cpu", score_fn=relative, score_tensors=(bias,)).problem
     assert "score_fn" in problem.features and problem.score_fn == score_function(relative).source
-    from diyfa.registry import load_backend
-
     reasons = {
         (kernel.op, kernel.name): kernel.unsupported(problem.replace(dtype="float16", arch="sm_90", needs_grad=True))
         for kernel in load_backend("cuda").kernels
@@ -363,8 +363,6 @@ def test_a_compiled_program_takes_a_score_function() -> None:
 
 
 def test_the_operator_is_a_good_one() -> None:
-    from diyfa.options import AttentionOptions, Lengths, pack
-
     options = AttentionOptions(
         "bhsd", 0.25, backend="cpu", score_fn=score_function(relative).source, score_tensor0=bias.requires_grad_(),
         needs_grad=True, score_grad=True,
@@ -376,10 +374,6 @@ def test_the_operator_is_a_good_one() -> None:
 @triton.jit
 def document(b, h, i, j, ids):
     return tl.load(ids + i) == tl.load(ids + j)
-
-
-def test_a_mask_program_reads_tensors() -> None:
-    assert mask_program(document).splitlines()[0] == "def document(b, h, i, j, t0):"
 
 
 def test_wrong_arguments_of_masks_are_refused() -> None:

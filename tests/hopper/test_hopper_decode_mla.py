@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from hopper_interpreted import interpreted_only, kernel_source, load_kernel
+from hopper_interpreted import interpreted_only, kernel_source, load_changed, load_kernel
 from kvcache_cases import CacheCase, assert_in_budget, make_call, run_case
 from poison import poisoned_allocations
 from simulators.gluon import InterpretedKernel, KernelBug, Race
@@ -295,9 +295,7 @@ def test_a_stage_that_is_released_too_early_is_found(
     mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program has both tiles. Each has more blocks than there are stages, so each stage is filled again."""
-    source, (now, early) = kernel_source("hopper.decode_mla"), MUTANTS[mutant]
-    assert source.count(now) == 1
-    kernels = load_kernel({"hopper.decode_mla": source.replace(now, early)}, tmp_path, ("hopper.decode_mla",))
+    kernels = load_changed("hopper.decode_mla", *MUTANTS[mutant], tmp_path)
     interpret(monkeypatch, programs=1, kernels=kernels)
     with pytest.raises(Race):
         check(case("two_tiles", 190, 200, heads=8))

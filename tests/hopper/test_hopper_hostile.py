@@ -15,6 +15,7 @@ import pytest
 import torch
 from hopper_interpreted import interpret, take_all
 from nonfinite import same_nonfinite
+from simulators.gluon import tma
 
 import diyfa
 from diyfa.backends.cuda.hopper.configs import Sm90Config
@@ -70,13 +71,13 @@ def scores_by_key(of_key: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return change
 
 
-def added_to_key(key: int, nats: float) -> Change:
-    """One key's scores are `nats` higher than those of others, with sm_scale 1 / 8 (64 columns) to 1 / 11 (128)."""
+def added_to_first_key(nats: float) -> Change:
+    """The first key's scores are `nats` higher than those of the others."""
 
     def change(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         q[:, 0] = 1
         k[:, 0] = 0
-        k[key, 0] = nats * q.shape[1] ** 0.5
+        k[0, 0] = nats * q.shape[1] ** 0.5
 
     return change
 
@@ -174,7 +175,7 @@ FINITE = {
     "falling by 200 nats": Hostile(scores_by_key(lambda key: 200 * key / key.max()), **CAUSAL),
     "a key of 95 nats": Hostile(scores_by_key(lambda key: torch.where(key == 20, 95.0, 0.0)), **CAUSAL),
     **{
-        f"sink of {nats} nats, {name}": Hostile(added_to_key(0, nats), nats=1.0, **mask)
+        f"sink of {nats} nats, {name}": Hostile(added_to_first_key(nats), nats=1.0, **mask)
         for nats in (10, 16, 30)
         for name, mask in (("full", {}), ("causal", CAUSAL))
     },
@@ -182,7 +183,7 @@ FINITE = {
     "local peak, full": Hostile(local_peak, nats=2.0),
     "far local peak": Hostile(far_local_peak, nats=2.0, **CAUSAL),
     **{f"one key in the first block, {nats} nats": Hostile(nats=nats, seqlen=257) for nats in (1, 5, 11.3)},
-    "one key in the first block, sink": Hostile(added_to_key(0, 16), nats=1.0, seqlen=257),
+    "one key in the first block, sink": Hostile(added_to_first_key(16), nats=1.0, seqlen=257),
     **{
         f"{nats} nats, {name}": Hostile(nats=nats, **mask)
         for nats in (3, 5, 8, 11.3, 16, 20)
@@ -361,7 +362,7 @@ def beside_the_last_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> No
 FALLBACKS: dict[str, tuple[Hostile, dict[str, float], int]] = {  # and how many tiles the fallback computes again
     "normal": (Hostile(nats=1.0, seqlen=512), {}, 0),
     "12 nats": (Hostile(nats=12.0, seqlen=512), {}, 0),
-    "a sink among the keys": (Hostile(added_to_key(0, 30), nats=1.0, seqlen=512), {}, 0),
+    "a sink among the keys": (Hostile(added_to_first_key(30), nats=1.0, seqlen=512), {}, 0),
     "a sink far above": (Hostile(nats=1.0, seqlen=512), {"sinks": 1000.0}, 0),
     "a slope whose scores rise by 512 nats": (Hostile(nats=1.0, seqlen=512), {"alibi_slopes": 2.0}, 0),
     "a peak in the block beside the last key": (Hostile(beside_the_last_key, seqlen=513), {}, 0),
@@ -374,8 +375,6 @@ FALLBACKS: dict[str, tuple[Hostile, dict[str, float], int]] = {  # and how many 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("name", FALLBACKS)
 def test_only_what_overflows_is_loaded_twice(name: str, persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from simulators.gluon import tma
-
     monkeypatch.setitem(CONFIGS, 64, replace(CONFIGS[64], persistent=persistent))
     copies = []
     begin = tma.Landing.__init__

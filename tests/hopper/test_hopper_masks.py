@@ -11,7 +11,7 @@ from hopper_gluon import need_hopper_gluon
 
 need_hopper_gluon()
 
-from hopper_interpreted import interpret, kernel_source, load_kernel, run  # noqa: E402
+from hopper_interpreted import interpret, kernel_source, load_kernel, near_the_reference, run  # noqa: E402
 
 import diyfa  # noqa: E402
 from diyfa import BlockMask, block_mask, masks  # noqa: E402
@@ -114,11 +114,7 @@ def test_lists_of_full_blocks(block: object, monkeypatch: pytest.MonkeyPatch) ->
     keep = torch.zeros(512, 320, dtype=torch.bool)
     for i, n in enumerate((1, 2, 3, 0)):
         keep[128 * i : 128 * (i + 1), 64 : 64 * (n + 1)] = True
-    mask = BlockMask.from_dense(keep, block)
-    out, lse = diyfa.flash_attention(q, k, v, mask=mask, return_lse=True, backend="cuda", variant="sm90")
-    expected, expected_lse = reference_attention(q, k, v, mask=mask, return_lse=True, dtype=torch.float64)
-    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
+    near_the_reference(q, k, v, mask=BlockMask.from_dense(keep, block))
 
 
 def test_rising_scores_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,10 +125,7 @@ def test_rising_scores_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> No
     keep = torch.ones(256, 640, dtype=torch.bool)
     keep[:, 70:100] = False
     keep[:128, 200:] = False
-    mask = BlockMask.from_dense(keep, (128, 64))
-    out = diyfa.flash_attention(q, k, v, mask=mask, backend="cuda", variant="sm90")
-    expected = reference_attention(q, k, v, mask=mask, dtype=torch.float64)
-    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+    near_the_reference(q, k, v, mask=BlockMask.from_dense(keep, (128, 64)))
 
 
 def test_rows_that_see_full_blocks_only_need_no_second_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,10 +136,7 @@ def test_rows_that_see_full_blocks_only_need_no_second_pass(tmp_path: Path, monk
     q, k, v = dense_inputs(128, 320)
     keep = torch.ones(128, 320, dtype=torch.bool)
     keep[::2, :128] = False
-    mask = BlockMask.from_dense(keep, (128, 64))
-    out = diyfa.flash_attention(q, k, v, mask=mask, backend="cuda", variant="sm90")
-    expected = reference_attention(q, k, v, mask=mask, dtype=torch.float64)
-    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+    near_the_reference(q, k, v, mask=BlockMask.from_dense(keep, (128, 64)))
 
 
 PROBLEM = AttentionProblem(

@@ -12,7 +12,7 @@ need_hopper_gluon()
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
-from hopper_interpreted import interpret, run, run_backward  # noqa: E402
+from hopper_interpreted import interpret, near_the_reference, run, run_backward  # noqa: E402
 from score_functions import FUNCTIONS  # noqa: E402
 
 import diyfa  # noqa: E402
@@ -71,11 +71,7 @@ def test_each_operation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret(monkeypatch)
     q, k, v = (torch.randn(1, 2, n, 128, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (64, 64, 64))
     each = FUNCTIONS[name]
-    options: dict[str, Any] = {"score_fn": each.jit, "score_tensors": each.tensors(1, 2, 128), "return_lse": True}
-    found = diyfa.flash_attention(q, k, v, backend="cuda", variant="sm90", **options)
-    want = diyfa.reference_attention(q, k, v, dtype=torch.float64, **options)
-    torch.testing.assert_close(found[0].double(), want[0], rtol=0.02, atol=0.02)
-    torch.testing.assert_close(found[1].double(), want[1], rtol=1e-4, atol=1e-4)
+    near_the_reference(q, k, v, score_fn=each.jit, score_tensors=each.tensors(1, 2, 128))
     assert kernel.launches
 
 
@@ -94,11 +90,8 @@ def constant(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
 def test_values_of_rows_and_of_all_pairs(function: Any, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)
     q, k, v = (torch.randn(1, 1, 90, 128, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(3))
-    options: dict[str, Any] = {"score_fn": function, "causal": causal}
-    options["score_tensors"] = (torch.randn(90),) if function is by_row else ()
-    out = diyfa.flash_attention(q, k, v, backend="cuda", variant="sm90", **options)
-    want = diyfa.reference_attention(q, k, v, dtype=torch.float64, **options)
-    torch.testing.assert_close(out.double(), want, rtol=0.02, atol=0.02)
+    captured = (torch.randn(90),) if function is by_row else ()
+    near_the_reference(q, k, v, score_fn=function, causal=causal, score_tensors=captured)
 
 
 @triton.jit
@@ -138,10 +131,7 @@ def test_reads_stay_inside(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = i[:, 0][keep.any(1)]
     row, column = (keep[keep.any(1)]).nonzero(as_tuple=True)
     captured = [torch.randn(n) for n in (len(seen), seqlen_k, int((row * 192 + column).max()) + 1)]
-    options |= {"score_fn": by_query_key_and_pair, "score_tensors": (seen[:1].int(), *captured)}
-    out = diyfa.flash_attention(q, k, v, backend="cuda", variant="sm90", **options)
-    want = diyfa.reference_attention(q, k, v, dtype=torch.float64, **options)
-    torch.testing.assert_close(out.double(), want, rtol=0.02, atol=0.02)
+    near_the_reference(q, k, v, score_fn=by_query_key_and_pair, score_tensors=(seen[:1].int(), *captured), **options)
 
 
 @triton.jit

@@ -48,10 +48,10 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def vae(channels: int) -> Any:
+def vae() -> Any:
     return diffusers.AutoencoderKL(
         block_out_channels=(16, 16), down_block_types=("DownEncoderBlock2D",) * 2, layers_per_block=1,
-        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=channels, norm_num_groups=4,
+        up_block_types=("UpDecoderBlock2D",) * 2, latent_channels=4, norm_num_groups=4,
         use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.0, scaling_factor=1.0,
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ def flux() -> Any:
         joint_attention_dim=24, pooled_projection_dim=20, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
     pipeline = diffusers.FluxPipeline(
-        diffusers.FlowMatchEulerDiscreteScheduler(), vae(4), None, None, None, None, transformer
+        diffusers.FlowMatchEulerDiscreteScheduler(), vae(), None, None, None, None, transformer
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(DEVICE)
@@ -75,6 +75,15 @@ def draw_by_flux(pipeline: Any) -> torch.Tensor:
         prompt_embeds=words, pooled_prompt_embeds=words[:, 0, :20], height=16, width=24, num_inference_steps=2,
         output_type="pt", generator=seeded(2),
     ).images  # fmt: skip
+
+
+def denoised(transformer: Any) -> torch.Tensor:
+    torch.manual_seed(3)
+    with torch.device(DEVICE):
+        return transformer(
+            torch.randn(2, 12, 16), torch.randn(2, 7, 24), torch.randn(2, 20), torch.rand(2),
+            torch.randint(0, 9, (12, 3)), torch.zeros(7, 3), return_dict=False,
+        )[0]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
@@ -118,13 +127,7 @@ def test_training_a_diffusion_transformer(handle: Any) -> None:
     for backend in ("native", "diyfa"):
         model = flux().transformer
         model.set_attention_backend(backend)
-        torch.manual_seed(3)
-        with torch.device(DEVICE):
-            out = model(
-                torch.randn(2, 12, 16), torch.randn(2, 7, 24), torch.randn(2, 20), torch.rand(2),
-                torch.randint(0, 9, (12, 3)), torch.zeros(7, 3), return_dict=False,
-            )[0]  # fmt: skip
-        out.square().sum().backward()
+        denoised(model).square().sum().backward()
         found.append({name: x.grad for name, x in model.named_parameters()})
     native, ours = found
     largest = max(float(x.abs().max()) for x in native.values())
@@ -142,7 +145,7 @@ def unet() -> Any:
         cross_attention_dim=24, attention_head_dim=4,
     )  # fmt: skip
     pipeline = diffusers.StableDiffusionPipeline(
-        vae(4), None, None, model, diffusers.DDIMScheduler(), None, None, requires_safety_checker=False
+        vae(), None, None, model, diffusers.DDIMScheduler(), None, None, requires_safety_checker=False
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(DEVICE)
@@ -290,12 +293,8 @@ def test_autocast_and_gradient_checkpointing(handle: Any) -> None:
         model.set_attention_backend(backend)
         if checkpointed:
             model.enable_gradient_checkpointing()
-        torch.manual_seed(3)
-        with torch.device(DEVICE), torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-            out = model(
-                torch.randn(2, 12, 16), torch.randn(2, 7, 24), torch.randn(2, 20), torch.rand(2),
-                torch.randint(0, 9, (12, 3)), torch.zeros(7, 3), return_dict=False,
-            )[0].float()  # fmt: skip
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            out = denoised(model).float()
         out.square().sum().backward()
         gradients = torch.cat([x.grad.flatten() for x in model.parameters() if x.grad is not None])
         found[backend, autocast, checkpointed] = torch.cat((out.detach().flatten(), gradients)).cpu()

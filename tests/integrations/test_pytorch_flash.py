@@ -14,6 +14,7 @@ from subprocesses import run_after_torch
 from torch.utils.checkpoint import checkpoint
 
 import diyfa
+from diyfa import flash_attn_interface
 from diyfa.dropout import keys_from_state, mask_from_keys
 from diyfa.integrations import Handle, use_in_pytorch
 
@@ -268,8 +269,6 @@ def test_export(handle: Handle) -> None:
 
 
 def test_deterministic_algorithms_are_asked_for(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diyfa import flash_attn_interface
-
     seen = []
     backward = flash_attn_interface._flash_attn_backward
     monkeypatch.setattr(

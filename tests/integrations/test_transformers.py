@@ -346,21 +346,20 @@ def encoder(config: Any, kind: Any) -> Callable[[str], Any]:
     return make
 
 
-def test_bert() -> None:
-    config = lambda: hf.BertConfig(**SIZES, intermediate_size=96)  # noqa: E731
-    mask = MASKS["padded right"]
-    make = encoder(config, hf.BertModel)
-    side_by_side(make, lambda model: model(tokens(), attention_mask=mask.long()).last_hidden_state[mask])
-    side_by_side(make, lambda model: model(tokens()).last_hidden_state)
+BERTS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "BERT": (lambda: hf.BertConfig(**SIZES, intermediate_size=96), hf.BertModel),
+    "ModernBERT": (  # bidirectional windows
+        lambda: hf.ModernBertConfig(
+            **SIZES, intermediate_size=96, local_attention=6, global_attn_every_n_layers=2, pad_token_id=0
+        ),
+        hf.ModernBertModel,
+    ),
+}
 
 
-def test_modernbert() -> None:
-    """Bidirectional windows, of padded batches and whole ones."""
-    config = lambda: hf.ModernBertConfig(  # noqa: E731
-        **SIZES, intermediate_size=96, local_attention=6, global_attn_every_n_layers=2, pad_token_id=0
-    )
-    make = encoder(config, hf.ModernBertModel)
-    mask = MASKS["padded right"]
+@pytest.mark.parametrize("name", BERTS)
+def test_padded_and_whole_batches(name: str) -> None:
+    mask, make = MASKS["padded right"], encoder(*BERTS[name])
     side_by_side(make, lambda model: model(tokens(), attention_mask=mask.long()).last_hidden_state[mask])
     side_by_side(make, lambda model: model(tokens()).last_hidden_state)
 
@@ -376,11 +375,8 @@ def test_t5gemma() -> None:
 
 
 def test_a_decoder_that_sees_both_ways() -> None:
-    def make(attention: str) -> Any:
-        config = hf.MistralConfig(**DECODER, sliding_window=5, is_causal=False)
-        return encoder(lambda: config, hf.MistralForCausalLM)(attention)
-
-    mask = MASKS["padded left"]
+    config = lambda: hf.MistralConfig(**DECODER, sliding_window=5, is_causal=False)  # noqa: E731
+    make, mask = encoder(config, hf.MistralForCausalLM), MASKS["padded left"]
     side_by_side(make, lambda model: model(tokens(), attention_mask=mask.long(), use_cache=False).logits[mask])
 
 
@@ -392,14 +388,14 @@ def test_siglip() -> None:
     side_by_side(encoder(config, hf.SiglipVisionModel), lambda model: model(pixels).pooler_output)
 
 
-def whisper(attention: str) -> Any:
-    config = hf.WhisperConfig(
+whisper = encoder(
+    lambda: hf.WhisperConfig(
         d_model=64, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
         encoder_ffn_dim=96, decoder_ffn_dim=96, vocab_size=96, num_mel_bins=8, max_source_positions=20,
         max_target_positions=40, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return hf.WhisperForConditionalGeneration._from_config(config, attn_implementation=attention).eval()
+    ),
+    hf.WhisperForConditionalGeneration,
+)  # fmt: skip
 
 
 def test_whisper() -> None:
@@ -438,13 +434,13 @@ def test_bart(handle: Any) -> None:
     assert handle.calls == {"attention of packed sequences: diyfa": 4, "attention: diyfa": 2}
 
 
-def t5(attention: str) -> Any:
-    config = hf.T5Config(
+t5 = encoder(
+    lambda: hf.T5Config(
         vocab_size=96, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, pad_token_id=0,
         decoder_start_token_id=0, eos_token_id=1, relative_attention_num_buckets=8, dropout_rate=0.0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return hf.T5ForConditionalGeneration._from_config(config, attn_implementation=attention).eval()
+    ),
+    hf.T5ForConditionalGeneration,
+)  # fmt: skip
 
 
 def test_t5(handle: Any) -> None:

@@ -22,7 +22,6 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -39,13 +38,14 @@ from diyfa.plan import plans
 from diyfa.testing import (
     YARDSTICK_DRAWS,
     AttentionCase,
-    Error,
     Inputs,
+    Results,
     attention_function,
-    error_budget,
+    check_budget,
+    expected_results,
     make_inputs,
-    measure_error,
-    rounding_unit,
+    run_case,
+    yardstick_results,
 )
 
 FEATURES = (
@@ -210,44 +210,6 @@ def case_of(options: argparse.Namespace, number: int) -> tuple[AttentionCase, se
 # ---- one case
 
 
-def gradients(attend: Callable[..., Any], inputs: Inputs, dlse: bool) -> dict[str, torch.Tensor]:
-    """Out, lse and the gradients of `attend`, on their device."""
-    out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
-    leaves = [*inputs.leaves, *(x for name, x in inputs.options.items() if name == "sinks")]
-    roots, given = [out], [inputs.dout.to(out.dtype)]
-    if dlse:
-        roots, given = [out, lse], [*given, inputs.dlse.to(lse.dtype)]
-    found = torch.autograd.grad(roots, leaves, given, allow_unused=False)
-    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(GRADIENTS, found, strict=False))}
-
-
-def as_reference(case: AttentionCase, inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
-    """The inputs of a function that is not ours, in `dtype`."""
-
-    def cast(x: Any) -> Any:
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and dtype is not None:
-            return x.detach().to(dtype).requires_grad_(x.requires_grad)
-        return x
-
-    named = {name: cast(x) for name, x in inputs.options.items() if not name.startswith("max_seqlen")}
-    return Inputs(*(cast(x) for x in inputs[:5]), {**named, "layout": case.layout})
-
-
-def both_references(
-    case: AttentionCase, inputs: Inputs, dlse: bool
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(float64, the yardstick)."""
-    from diyfa.reference import reference_attention
-    from diyfa.yardstick import plain_flash_attention
-
-    exact = gradients(reference_attention, as_reference(case, inputs, torch.float64), dlse)
-    return exact, gradients(plain_flash_attention, as_reference(case, inputs, None), dlse)
-
-
-def errors_of(low: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, Error]:
-    return {name: measure_error(low[name], exact[name]) for name in GRADIENTS if name in exact}
-
-
 class Backward:
     """Runs the Hopper backward; `given`: out and lse that the forward returns."""
 
@@ -258,7 +220,7 @@ class Backward:
         from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 
         self.device = "cpu" if options.cpu else "cuda"
-        self.given: dict[str, torch.Tensor] = {}
+        self.given: Results
         self.launches = 0
         if options.cpu:
             import pytest
@@ -282,66 +244,51 @@ class Backward:
     def _forward(self, problem: Any, tensors: Any, out: torch.Tensor, lse: torch.Tensor) -> Any:
         from diyfa.backends.cuda.runtime.passes import Pass
 
-        out.copy_(self.given["out"])
-        lse.copy_(self.given["lse"])
+        out.copy_(self.given.out)
+        lse.copy_(self.given.lse)
         return Pass([])  # which is never repeated
 
-    def __call__(self, case: AttentionCase, inputs: Inputs, features: set[str]) -> dict[str, torch.Tensor]:
-        attend = attention_function(case, backend="cuda", variant="sm90", deterministic="deterministic" in features)
+    def __call__(self, case: AttentionCase, inputs: Inputs, features: set[str]) -> Results:
+        function = attention_function(case, backend="cuda", variant="sm90", deterministic="deterministic" in features)
+
+        def attend(*leaves: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            out, lse = function(*leaves, **options)
+            return out, lse if case.lse_gradient else lse.detach().requires_grad_()  # the kernel gets no gradient of it
+
         plans.clear()  # each call is described, and counted
         with poisoned_allocations():
-            return gradients(attend, inputs, "dlse" in features)
+            return run_case(attend, inputs)
 
 
 def check(run: Backward, case: AttentionCase, features: set[str], repeats: int) -> tuple[str | None, float]:
     """(what is wrong or None, the largest share of the error budget)."""
-    dlse = "dlse" in features
+    expected_results.cache_clear()
+    yardstick_results.cache_clear()
+    case = replace(case, lse_gradient="dlse" in features)
     inputs = make_inputs(case, run.device)
-    exact, low = both_references(case, inputs, dlse)
-    run.given = low
+    run.given = yardstick_results(case, run.device)
     before = run.launches
     got = run(case, inputs, features)
     if inputs.q.numel() and inputs.k.numel() and run.launches == before:
         return "the Hopper backward did not run", 0.0
-    yardstick, worst, wrong, budgets = errors_of(low, exact), 0.0, [], {}
-    for name, error in errors_of(got, exact).items():
-        draws, unit = 1, rounding_unit(exact[name], low[name].dtype)
-        if got[name].dtype != low[name].dtype:
-            wrong.append(f"{name} is {got[name].dtype}")
-        while True:
-            budget = error_budget(yardstick[name], unit)
-            share = max(e / b if e else 0.0 for e, b in zip(error, budget, strict=True))
-            if share <= 1 or error.max_abs == float("inf") or draws >= MORE_DRAWS:
-                break
-            nudged = replace(case, nudge=draws)  # another draw of rounding errors of the same size
-            for other, found in errors_of(
-                *both_references(nudged, make_inputs(nudged, run.device), dlse)[::-1]
-            ).items():
-                yardstick[other] = Error(*(max(pair) for pair in zip(found, yardstick[other], strict=True)))
-            draws += 1
-        budgets[name] = budget
-        if budget.max_abs == float("inf"):
-            wrong.append(f"{name}: the yardstick is not finite")
-        worst = max(worst, share)
-        if not share <= 1:
-            wrong.append(
-                f"{name}: error {error.max_abs:.2e} rms {error.rms:.2e}, allowed {budget.max_abs:.2e} and "
-                f"{budget.rms:.2e} after {draws} draws; {int(got[name].isnan().sum())} NaN of {got[name].numel()}"
-            )
+    every = check_budget(got, case, run.device, MORE_DRAWS)
+    checks = {name: every[name] for name in GRADIENTS if name in every}
+    wrong = [f"{name}: {x.problem or x.error}, allowed {x.budget}" for name, x in checks.items() if not x.share <= 1]
     promised = GRADIENTS if "deterministic" in features else ("dk", "dv")
     for turn in range(1, 1 if wrong else repeats):
         again = run(case, inputs, features)
-        for name in budgets:
-            if torch.equal(again[name], got[name]):
+        for name, x in checks.items():
+            now, first = getattr(again, name), getattr(got, name)
+            if torch.equal(now, first):
                 continue
-            difference = (again[name].double() - got[name].double()).abs().max().item()
+            difference = (now.double() - first.double()).abs().max().item()
             if name in promised:
                 wrong.append(f"{name} has other bits in run {turn + 1}: by up to {difference:.2e}")
-            elif not difference <= 2 * budgets[name].max_abs:  # both are within it
+            elif not difference <= 2 * x.budget.max_abs:  # both are within it
                 wrong.append(f"{name} moved by {difference:.2e} in run {turn + 1}")
         if wrong:
             break
-    return "; ".join(wrong) or None, worst
+    return "; ".join(wrong) or None, max(x.share for x in checks.values())
 
 
 # ---- processes

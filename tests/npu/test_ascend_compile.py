@@ -29,7 +29,7 @@ from subprocesses import SUPPORT, run_python
 
 from diyfa.arch import ELEMENT_BYTES, NPUArch, npu_spec
 from diyfa.backends.npu.tables import configs
-from diyfa.lab.npu import gate
+from diyfa.lab.npu import aot, gate
 
 FULL = os.environ.get("DIYFA_FULL_GATE") == "1"
 A2, A3, A5 = "Ascend910B3", "Ascend910_9362", "Ascend950PR_9589"
@@ -99,8 +99,6 @@ def _describe(report: dict[str, Any]) -> str:
 def releases(target: str) -> list[str]:
     """Versions of the compiler that the gate runs. An A3's modules are a 910B's (the test below), and its memories too:
     the older releases need not see them twice."""
-    from diyfa.lab.npu import aot
-
     found = [compiler.version for compiler in aot.back_halves(target)]
     return found[:1] if target == A3 and not FULL else found
 

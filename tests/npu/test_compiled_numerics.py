@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from cases import CASES
 from eight_bit_cases import Case as EightBitCase
 from eight_bit_cases import check as check_eight_bits
@@ -24,14 +26,22 @@ from kvcache_cases import run_case as run_cache_case
 from merge_cases import MERGE_CASES, joined
 from nonfinite import same_nonfinite
 from poison import poisoned_allocations
+from simulators.hivm import launch
+from simulators.hivm.cores import Deadlock, FlagError
+from simulators.hivm.ir import memref
+from simulators.hivm.launch import compiled_on_cpu
+from simulators.hivm.padded_product import padded_product
 from targets import Target
 
-from diyfa import triton_matmul, use_backend
+from diyfa import BlockMask, flash_attention, triton_matmul, use_backend
+from diyfa.backends.npu.attention.merge import merge
+from diyfa.score_functions import score_function
 from diyfa.testing import AttentionCase as Case
 from diyfa.testing import (
     Results,
     assert_within_budget,
     attention_function,
+    expected_results,
     make_inputs,
     run_case,
 )
@@ -81,8 +91,6 @@ SMALL = [case for case in CASES.values() if not case.large]
 
 def run(case: Case, variant: str = "auto", **how: Any) -> Any:
     """(results, log) of the case through compiled kernels."""
-    from simulators.hivm.launch import compiled_on_cpu
-
     inputs = make_inputs(case)
     attend = attention_function(case, backend="npu", variant=variant)
     with compiled_on_cpu(**how) as log, poisoned_allocations():
@@ -103,11 +111,6 @@ def test_attention(case: Case) -> None:
 @pytest.mark.parametrize("seqlen_q", [37, 100])  # of 100 queries some have positions below 0, and see no key
 def test_a_score_function_that_reads_consecutive_elements(seqlen_q: int) -> None:
     """Tensors of each kind, a multiple of no tile, and the gradients of those of floating-point numbers."""
-    import triton
-    import triton.language as tl
-    from simulators.hivm.launch import compiled_on_cpu
-
-    from diyfa.score_functions import score_function
 
     @triton.jit
     def kinds(score, b, h, i, j, keep, factor, shift, small):
@@ -137,10 +140,6 @@ def test_a_score_function_that_reads_consecutive_elements(seqlen_q: int) -> None
 
 def test_a_small_tile_reads_no_bits_behind_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 keys have two words of bits, and a tile of 32 keys needs one. The last word ends the tensor."""
-    from simulators.hivm.launch import compiled_on_cpu
-
-    from diyfa import BlockMask, flash_attention
-
     generator = torch.Generator().manual_seed(7)
     q, k = torch.randn(1, 1, 45, 16, generator=generator), torch.randn(1, 1, 61, 16, generator=generator)
     mask = BlockMask.from_dense(torch.rand(45, 61, generator=generator) < 0.4, 64)
@@ -197,8 +196,6 @@ CACHE_CASES = [
 @pytest.mark.parametrize("case", CACHE_CASES, ids=lambda case: case.name)
 def test_kvcache(case: CacheCase) -> None:
     """Attention over a cache, and appending to it."""
-    from simulators.hivm.launch import compiled_on_cpu
-
     with compiled_on_cpu() as log, poisoned_allocations(), use_backend("npu"):
         out, lse, *caches = run_cache_case(case, "cpu")
     assert_in_budget(case, out, lse)
@@ -211,10 +208,6 @@ def test_kvcache(case: CacheCase) -> None:
 @pytest.mark.parametrize("name", ["second half", "packed", "wide"])
 def test_merged_outputs(name: str) -> None:
     """Of a part of the rows; see tests/numerics/test_merge.py."""
-    from simulators.hivm.launch import compiled_on_cpu
-
-    from diyfa.backends.npu.attention.merge import merge
-
     case = MERGE_CASES[name]._replace(layout="bhsd")
     out, lse, partial, partial_lse = case.tensors()
     rows = slice(case.first, case.first + case.rows)
@@ -230,8 +223,6 @@ def test_merged_outputs(name: str) -> None:
 
 def test_infinite_sinks() -> None:
     """One of -inf is none and one of +inf makes its head NaN, with rows that see nothing in the same tile."""
-    from simulators.hivm.launch import compiled_on_cpu
-
     case = next(case for case in CHOSEN if case.name == "bias_rows_sinks")
     infinite = make_inputs(case)
     with torch.no_grad():
@@ -252,8 +243,6 @@ def test_infinite_sinks() -> None:
 @pytest.mark.parametrize("layout", ["nn", "tn", "nt"])
 def test_matmul(layout: str) -> None:
     """Operands as stored and transposed, sizes that fill no tile."""
-    from simulators.hivm.launch import compiled_on_cpu
-
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(150, 300, generator=generator).half()
     b = torch.randn(300, 290, generator=generator).half()
@@ -271,9 +260,6 @@ def test_products_leave_columns_beyond_the_keys_as_they_were() -> None:
 
     When a newer compiler writes these columns, this fails and the selects of the backward kernels may go.
     """
-    from simulators.hivm.launch import compiled_on_cpu
-    from simulators.hivm.padded_product import padded_product
-
     q, k = torch.ones(64, 32, dtype=torch.float16), torch.ones(20, 32, dtype=torch.float16)
     s = torch.empty(64, 128)
     with compiled_on_cpu(stale=7.0):
@@ -324,8 +310,6 @@ INT8_CASES = {
 @pytest.mark.parametrize("name", INT8_CASES)
 def test_int8(name: str) -> None:
     """int8 q and k beside a v of 16 bits, with each kind of descale."""
-    from simulators.hivm.launch import compiled_on_cpu
-
     case = INT8_CASES[name]
     case = replace(case, dtype=torch.int8, value_dtype=case.value_dtype or torch.bfloat16)
     with compiled_on_cpu() as log, poisoned_allocations():
@@ -336,8 +320,6 @@ def test_int8(name: str) -> None:
 @pytest.mark.parametrize("name", ["q_descale", "k_mean", "v_mean"])
 def test_int8_factors_that_are_not_finite(name: str) -> None:
     """They show in rows that see a key only."""
-    from simulators.hivm.launch import compiled_on_cpu
-
     case = EightBitCase(
         torch.int8, torch.bfloat16, "head", means=True, sinks=True, seqlen_q=190, seqlen_k=30, options={"causal": True}
     )
@@ -348,9 +330,6 @@ def test_int8_factors_that_are_not_finite(name: str) -> None:
 
 def test_int8_products_are_exact() -> None:
     """The compiler takes int8 operands, and their sums are int32 (docs/log/eight-bits.md)."""
-    from simulators.hivm.launch import compiled_on_cpu
-    from simulators.hivm.padded_product import padded_product
-
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randint(-127, 128, (n, 64), dtype=torch.int8, generator=generator) for n in (64, 128))
     s = torch.empty(64, 128, dtype=torch.int32)
@@ -399,8 +378,6 @@ def _between_cores(pipe: str) -> Callable[[Any], bool]:
 
 def _move_buffers(program: Any) -> None:
     """Every buffer of the vector cores that lies beyond the first begins 4 KiB further down."""
-    from simulators.hivm.ir import memref
-
     function = program.functions["_fwd_kernel_mix_aiv"]
 
     def addresses(block: Any) -> Any:
@@ -439,9 +416,6 @@ CHANGES = {
 def test_a_broken_program_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a compiler could get wrong, done to its output: a race, a wrong result or a flag out of step."""
     monkeypatch.setenv("DIYFA_NPU_MULTIBUFFER", "1")  # the buffers and flags that are changed are those of the pipeline
-    from simulators.hivm import launch
-    from simulators.hivm.cores import Deadlock, FlagError
-
     compile_kernel = launch.compile_kernel
 
     def broken(*arguments: Any) -> Any:
@@ -458,8 +432,6 @@ def test_a_broken_program_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch)
             out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
     except (Deadlock, FlagError):
         return
-    from diyfa.testing import expected_results
-
     truth = expected_results(VICTIM)
     wrong = any(
         not torch.allclose(x.double(), y.double(), atol=0.01) for x, y in zip((out, lse), truth[:2], strict=True)

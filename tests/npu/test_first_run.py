@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
@@ -9,6 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+
+from diyfa.backends.npu.runtime import multibuffer
+from diyfa.lab.first_run import command as cli
+from diyfa.lab.first_run.page import _dtypes
 
 pytestmark = pytest.mark.skipif(os.environ.get("DIYFA_HOST_SHIM") != "1", reason="the command itself is for a real NPU")
 WORKER = Path(__file__).parents[1] / "support" / "first_run_worker.py"
@@ -22,10 +27,8 @@ def own_tuning_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def first_run(path: Path, *faults: str, stages: tuple[str, ...] = (), **options) -> tuple[int, dict, str]:
     """(exit status, the JSON file, the page)."""
-    from diyfa.lab.first_run import command as first_run
-
-    request = first_run.Request(path, stages, smoke=True, **options)
-    status = first_run.run(request, True, (sys.executable, str(WORKER), *faults))
+    request = cli.Request(path, stages, smoke=True, **options)
+    status = cli.run(request, True, (sys.executable, str(WORKER), *faults))
     return status, json.loads(path.read_text()), path.with_suffix(".txt").read_text()
 
 
@@ -114,8 +117,6 @@ def test_faults(npu, tmp_path: Path) -> None:
 def test_what_the_page_says_of_a_slow_bfloat16(
     ways: dict[str, float], told: tuple[str, ...], untold: tuple[str, ...]
 ) -> None:
-    from diyfa.lab.first_run.page import _dtypes
-
     times = {"float16": 1.0, "bfloat16": 10.0, **{f"bfloat16 through {dtype}": ms for dtype, ms in ways.items()}}
     shared = {"table": "dtypes", "pass": "forward"}
     text = "\n".join(_dtypes({"rows": [{**shared, "implementation": f"diyfa, {x}", "ms": times[x]} for x in times]}))
@@ -166,14 +167,12 @@ for line in sys.stdin:
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Runs with that worker: (what it shall do, to which steps) -> the JSON file's rows of each stage asked for."""
-    from diyfa.lab.first_run import command as first_run
-
-    monkeypatch.setattr(first_run, "_info", dict)
+    monkeypatch.setattr(cli, "_info", dict)
 
     def run(*arguments: str, stages: tuple[str, ...] = ("small tiles",), **options) -> dict:
         command = (sys.executable, "-c", FAKE, *arguments)
         options = {"limit_s": 3, **options}
-        first_run.run(first_run.Request(run.path, stages, smoke=True, **options), True, command)
+        cli.run(cli.Request(run.path, stages, smoke=True, **options), True, command)
         return json.loads(run.path.read_text())
 
     run.path = tmp_path / "fake.json"
@@ -199,8 +198,6 @@ def test_a_step_that_ends_the_process(fake, fault: str, reason: str) -> None:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch):
     """The module that keeps multibuffering off, which has read nothing yet."""
-    from diyfa.backends.npu.runtime import multibuffer
-
     monkeypatch.delenv(multibuffer.VARIABLE, raising=False)
     multibuffer.kept_off.cache_clear()
     yield multibuffer
@@ -248,9 +245,7 @@ def test_what_is_wrong_either_way_keeps_nothing(fake, kept) -> None:
 )
 def test_an_answer_that_is_not_whole(fake, monkeypatch: pytest.MonkeyPatch, fault: str, reason: str) -> None:
     """It ends the step at once, long before the limit, and the next step has a new process."""
-    from diyfa.lab.first_run import command as first_run
-
-    monkeypatch.setattr(first_run, "ENDING_S", 1.0)
+    monkeypatch.setattr(cli, "ENDING_S", 1.0)
     start = time.monotonic()
     document = fake(fault, "causal", limit_s=300)
     assert time.monotonic() - start < 60
@@ -312,11 +307,9 @@ def test_results_that_make_no_sense(fake) -> None:
 
 
 def test_the_page_does_not_take_the_place_of_the_results(fake, tmp_path: Path) -> None:
-    from diyfa.lab.first_run import command as first_run
-
-    request = first_run.Request(tmp_path / "out.txt", ("small tiles",), smoke=True)
+    request = cli.Request(tmp_path / "out.txt", ("small tiles",), smoke=True)
     with pytest.raises(ValueError, match=r"out\.txt: the page goes there.*out\.json"):
-        first_run.run(request, True, (sys.executable, "-c", FAKE))
+        cli.run(request, True, (sys.executable, "-c", FAKE))
 
 
 @pytest.mark.parametrize("name", ["run.lock", "run.tmp", "run", "run.json.lock", "run.json.tmp"])
@@ -373,9 +366,7 @@ def test_a_place_that_takes_no_results(fake, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_tile_search_that_was_cut_off(fake, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """What a tile did is told once, and that tile is not tried again."""
-    from diyfa.lab.first_run import command as first_run
-
-    attempt, attempts = first_run.Run._attempt, iter([True, False])
+    attempt, attempts = cli.Run._attempt, iter([True, False])
 
     def interrupted(run, step):
         if not next(attempts):
@@ -383,7 +374,7 @@ def test_a_tile_search_that_was_cut_off(fake, monkeypatch: pytest.MonkeyPatch, c
         return attempt(run, step)
 
     with monkeypatch.context() as planted, pytest.raises(KeyboardInterrupt):
-        planted.setattr(first_run.Run, "_attempt", interrupted)
+        planted.setattr(cli.Run, "_attempt", interrupted)
         fake("tile", "a", stages=("tiles",))
     assert "the same command goes on" in capsys.readouterr().err
     document = fake("tile", "a", stages=("tiles",))
@@ -392,15 +383,13 @@ def test_a_tile_search_that_was_cut_off(fake, monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_every_step_is_kept_at_once(fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diyfa.lab.first_run import command as first_run
-
-    kept, attempt = [], first_run.Run._attempt
+    kept, attempt = [], cli.Run._attempt
 
     def noted(run, step):
         kept.append(len(json.loads(fake.path.read_text())["done"]) if fake.path.exists() else 0)
         return attempt(run, step)
 
-    monkeypatch.setattr(first_run.Run, "_attempt", noted)
+    monkeypatch.setattr(cli.Run, "_attempt", noted)
     fake()
     assert kept == [0, 1, 2, 3]
 
@@ -422,17 +411,13 @@ def test_a_full_disc_leaves_the_last_results(fake, monkeypatch: pytest.MonkeyPat
 
 def test_no_process_is_left(fake, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that hangs in the driver would keep the device."""
-    from diyfa.lab.first_run import command as first_run
-
-    workers, worker = [], first_run.Worker
-    monkeypatch.setattr(first_run, "Worker", lambda command: workers.append(worker(command)) or workers[-1])
+    workers, worker = [], cli.Worker
+    monkeypatch.setattr(cli, "Worker", lambda command: workers.append(worker(command)) or workers[-1])
     fake("hang", "causal")
     assert len(workers) == 3 and all(x._process.poll() is not None for x in workers)
 
 
 def test_two_at_once(fake) -> None:
-    import fcntl
-
     with open(fake.path.with_name("fake.json.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match=r"another first-run writes .*fake\.json"):
@@ -471,9 +456,7 @@ def test_tiles_that_could_not_be_measured_or_kept(
 
 
 def test_a_machine_without_an_npu(tmp_path: Path) -> None:
-    from diyfa.lab.first_run import command as first_run
-
     command = (sys.executable, "-c", "print('libascendcl.so: cannot open shared object file'); raise SystemExit(3)")
     with pytest.raises(ValueError, match=r"cannot be used: the process ended with exit status 3(.|\n)*libascendcl"):
-        first_run.run(first_run.Request(tmp_path / "out.json"), True, command)
+        cli.run(cli.Request(tmp_path / "out.json"), True, command)
     assert not (tmp_path / "out.json").exists()

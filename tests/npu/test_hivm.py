@@ -7,6 +7,8 @@ flags, and address arithmetic, are left out; triton-ascend 3.2.0 and ascendnpu-i
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -247,8 +249,6 @@ def test_turns_back_and_forth_balance_falling_work() -> None:
 
 def test_prediction_reacts_as_it_should(fwd: hivm.Module) -> None:
     """Unbound and unpipelined kernels are predicted slower, and no kernel faster than the peak."""
-    from dataclasses import replace
-
     causal = problem(window_right=0)
     best = cost.predict(fwd, causal, "fwd", 64, 32)
     assert 0 < best.share < 1
@@ -266,8 +266,6 @@ def test_a_call_of_few_tasks_leaves_cores_idle(fwd: hivm.Module) -> None:
 
 
 def test_metrics_are_plain_numbers(fwd: hivm.Module) -> None:
-    import json
-
     tile = configs.AttentionTile(64, 32)
     found = json.loads(json.dumps(metrics(fwd, A2, problem(window_right=0), "fwd", tile)))
     assert found["loops"][0]["tile"]["cube_flops"] == 2 * 2 * 64 * 32 * 64

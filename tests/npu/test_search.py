@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from diyfa.arch import NPUArch
 from diyfa.backends.npu.tables import configs, tiles
-from diyfa.lab.npu import aot, hivm, search, specs
+from diyfa.lab.npu import aot, best_case, cost, hivm, search, specs
+from diyfa.lab.npu.selection import selected_jobs
 
 A2 = "Ascend910B3"
 
@@ -301,8 +302,6 @@ def test_a_budget_is_kept_and_what_it_left_out_is_counted(named: None) -> None:
 
 def test_the_best_case_is_one() -> None:
     """What the compiler made of a forward kernel moves and multiplies at least what is reckoned with beforehand."""
-    from diyfa.lab.npu import best_case, cost
-
     module = hivm.read((Path(__file__).parent / "data" / "fwd_causal_910b3.mlir").read_text())
     product = module.loops[0].tile.products[0]
     problem = specs.example(A2, head_dim=product.k, window_right=0)
@@ -319,8 +318,6 @@ def test_the_best_case_is_one() -> None:
 
 
 def test_the_gradient_of_a_bias_is_ranked_on_its_own_tiles() -> None:
-    from diyfa.lab.npu import cost
-
     problem = specs.example(A2, seqlen_q=512, seqlen_k=1024, window_right=0)
     tasks = list(cost.attention_tasks(problem, "dbias", 64, 128))
     assert len(tasks) == 8
@@ -393,8 +390,6 @@ def test_without_a_home_compilations_last_as_long_as_the_search(
 
 
 def test_a_tile_that_is_not_shipped_is_not_held_to_the_gate() -> None:
-    from diyfa.lab.npu.selection import selected_jobs
-
     [shipped] = selected_jobs(A2, {"kernel": ("fwd",), "mode": ("causal",)})
     [asked] = selected_jobs(A2, {"kernel": ("fwd",), "mode": ("causal",), "tile": ((64, 32),)})
     assert shipped.gated
@@ -407,8 +402,6 @@ def test_a_tile_that_is_not_shipped_is_not_held_to_the_gate() -> None:
 
 
 def test_a_selection_is_every_combination() -> None:
-    from diyfa.lab.npu.selection import selected_jobs
-
     select = {
         "kernel": ("fwd", "dq"),
         "dtype": ("float16", "float32"),

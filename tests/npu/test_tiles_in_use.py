@@ -15,10 +15,11 @@ from eight_bit_cases import check as check_eight_bits
 from targets import Target
 
 import diyfa
+from diyfa.backends.npu.runtime import tune
 from diyfa.backends.npu.tables import configs, requested
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q
 from diyfa.lab.npu import specs
-from diyfa.problem import KVCacheProblem, Launch
+from diyfa.problem import AttentionTensors, KVCacheProblem, Launch
 from diyfa.reference import reference_kvcache
 from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs, run_case
 
@@ -118,7 +119,6 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tiles) -> Callable[..., Compiler]:
 def forward_launch(q: torch.Tensor, **changes) -> Launch:
     """The launch of a plain call with the tile 64x64 but for `changes`."""
     from diyfa.backends.npu.attention.fwd import make_launch
-    from diyfa.problem import AttentionTensors
 
     problem = specs.example(A2, head_dim=16, dtype=str(q.dtype).removeprefix("torch."))
     tensors = AttentionTensors(q, q, q, 1.0)
@@ -415,8 +415,6 @@ def test_the_conservative_tile_of_each_row() -> None:
 @pytest.fixture
 def tuner(monkeypatch: pytest.MonkeyPatch, tmp_path, tiles):
     """The NPU's tuner with a device and a timer of its own: fewer scores take less time."""
-    from diyfa.backends.npu.runtime import tune
-
     monkeypatch.setenv("DIYFA_CACHE_DIR", str(tmp_path))
     launched: list[Launch] = []
     plain = tiles.run

@@ -19,10 +19,12 @@ import pytest
 import torch
 from npu_interpreter import LAUNCHES, HostArithmetic
 from subprocesses import run_python
+from torch.utils.checkpoint import checkpoint
 
 import diyfa
 from diyfa.lab.bench import timing
 from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs, run_case
+from diyfa.validation import is_capturing
 
 if os.environ.get("DIYFA_HOST_SHIM") != "1":  # and without torch_npu there is no device called npu
     pytest.skip("reads what the shim records", allow_module_level=True)
@@ -107,7 +109,6 @@ def test_autocast(npu: torch.device) -> None:
 
 def test_checkpointing_repeats_the_dropout_mask(npu: torch.device) -> None:
     """The mask is drawn from the device's generator, whose state checkpointing restores."""
-    from torch.utils.checkpoint import checkpoint
 
     def attend(*tensors: torch.Tensor) -> torch.Tensor:
         return diyfa.flash_attention(*tensors, dropout_p=0.4)
@@ -177,8 +178,6 @@ def test_events(npu: torch.device) -> None:
 
 
 def test_no_capture_is_running(npu: torch.device) -> None:
-    from diyfa.validation import is_capturing
-
     assert not is_capturing(inputs(npu)[0])
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from targets import TARGETS
 
-from diyfa.dropout import dropout_mask
+from diyfa.dropout import drop_threshold, dropout_mask, element_levels, head_keys, philox4x32, position_words
 
 pytest.importorskip("triton")
 # The helpers of both backends run in any Triton's interpreter; on a device only its own.
@@ -44,8 +44,6 @@ def mask_in_tiles(backend, state, b, h, origin, block_m, block_n, transposed, or
 
 def mask_of_the_definition(state, b, h, origin):
     """The same elements, without forming the two billion before them."""
-    from diyfa.dropout import drop_threshold, element_levels, head_keys, position_words
-
     row0, column0, rows, columns = origin
     i, j = torch.arange(rows) + row0, torch.arange(columns) + column0
     keys = head_keys(b + 1, h + 1, *state)
@@ -67,8 +65,6 @@ def test_tiles_hold_the_defined_bits(backend, block_m, block_n, transposed) -> N
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "transposed"])
 def test_origins_move_a_mask(backend, transposed) -> None:
     """Each sample's own; beyond 32 bits they count modulo 2**32, as all words do."""
-    from diyfa.dropout import drop_threshold, element_levels, philox4x32, position_words
-
     for state in STATES:
         for b0, h0, i0, j0 in (
             (5, 2, 77, 1000),

@@ -29,6 +29,7 @@ import diyfa
 from diyfa import registry
 from diyfa.eight_bits import WEIGHT_SHIFT, Quantized
 from diyfa.features import dtype_name
+from diyfa.problem import AttentionProblem
 
 try:
     import hopper_interpreted  # before any kernel runs
@@ -288,8 +289,6 @@ def test_a_quantised_call_and_its_tensors_are_one_call(backend: str) -> None:
 
 
 def test_gpus_without_these_types_say_so() -> None:
-    from diyfa.problem import AttentionProblem
-
     pytest.importorskip("triton.knobs")  # mainline Triton
     problem = AttentionProblem("cuda", "sm_80", "float8_e4m3fn", "bhsd", 2, 4, 4, 64, 64, 64, 64)
     cuda = registry.load_backend("cuda")
@@ -313,8 +312,6 @@ def test_gpus_without_these_types_say_so() -> None:
 
 
 def test_ascend_kernels_say_what_they_take() -> None:
-    from diyfa.problem import AttentionProblem
-
     npu = registry.load_backend("npu")
     ascend = AttentionProblem("npu", "Ascend910B3", "float8_e4m3fn", "bhsd", 2, 4, 4, 64, 64, 64, 64)
     int8 = ascend.replace(dtype="int8", value_dtype="bfloat16")

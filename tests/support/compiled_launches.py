@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import triton
-from simulators.cuda_driver import Recorded, Simulated, install
+from simulators.cuda_driver import STREAM, Recorded, Simulated, install
 
 import diyfa
 from diyfa import ops, registry
@@ -157,8 +157,10 @@ def rows_kernel(rows, x_ptr, n, s, BLOCK: triton.language.constexpr):
 def threads(driver: Simulated, described: Described) -> dict[str, Any]:
     """How many launches of one binary had the parameters of each of eight threads: 100, side by side, are right."""
     right, counts = Counter[int](), Counter[int]()
-    small_launch = a_launch(torch.zeros(64, 16, dtype=torch.float16))
-    relaunch = passes.make_relaunch(small_launch, {"rows": 0, "x_ptr": 0, "n": 1})
+    small = torch.zeros(64, 16, dtype=torch.float16)
+    passes.current_stream = lambda device: 78
+    replay = passes.make_replay(passes.Pass([a_launch(small)]), [small], [], lambda: None, ["n"])
+    assert replay is not None
     tensors = [torch.zeros(64 + i, 16, dtype=torch.float16) for i in range(8)]
     driver.libcuda.simulator_need_contexts(1)
 
@@ -169,7 +171,7 @@ def threads(driver: Simulated, described: Described) -> dict[str, Any]:
         started.wait()
         for _ in range(50):
             launcher.launch_kernel(launch)
-            relaunch(78, [x.data_ptr(), number])
+            replay([x.data_ptr(), number])
             encoded = launcher.driver().encode(launch.arguments["rows"], x.data_ptr(), [16, 16], 0)
             right[number] += struct.unpack_from("<4Q", encoded)[::3] == (x.data_ptr(), 64 + number)
 
@@ -182,6 +184,7 @@ def threads(driver: Simulated, described: Described) -> dict[str, Any]:
     for thread in pool:
         thread.join()
     driver.libcuda.simulator_need_contexts(0)
+    passes.current_stream = lambda device: STREAM
     for one in driver.launches:
         number = struct.unpack("<i", one.parameters[-4])[0]
         x = tensors[number]

@@ -219,10 +219,10 @@ def random_case(seed: int, ranks: int) -> tuple[AttentionCase, Division]:
     return case, Division(method, rng.choice(["zigzag", "zigzag", "none"]), rng.random() < 0.2)
 
 
-def _small(seed: int, rows: int = 64, heads: int = 8, grad: bool = True) -> list[torch.Tensor]:
+def _small(seed: int, rows: int = 64, heads: int = 8) -> list[torch.Tensor]:
     """Whole q, k, v (B, H, S, D) and a gradient of the output, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(2, heads, rows, 16, generator=generator).requires_grad_(grad) for _ in range(4)]
+    return [torch.randn(2, heads, rows, 16, generator=generator).requires_grad_() for _ in range(4)]
 
 
 def differentiated(

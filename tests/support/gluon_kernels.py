@@ -93,8 +93,6 @@ def _double_tiles(
             gl.store(sums_ptr + rows, gl.sum(x.to(gl.float32), 1))
         else:
             gl.store(sums_ptr + rows, gl.sum(x.to(gl.float32), 1), mask=rows < n_rows)
-        if BUG == "same_place":
-            gl.store(sums_ptr + rows * 0, gl.sum(x.to(gl.float32), 1))
         if BUG != "no_store_wait":
             tma.store_wait(0)
         buffer.store(x + x)

@@ -15,6 +15,7 @@ import torch
 from poison import poisoned_allocations
 from simulators.gluon import InterpretedKernel
 
+import diyfa
 from diyfa import plan as planning
 from diyfa import registry
 from diyfa.backends.cuda.attention import configs
@@ -124,7 +125,6 @@ def take_all(monkeypatch: pytest.MonkeyPatch, config: hopper_configs.Sm90Config 
 
 def interpret_backward(
     monkeypatch: pytest.MonkeyPatch,
-    config: hopper_bwd_configs.Sm90BwdConfig | None = None,
     seed: int = 0,
     interleave: bool = False,
     kernels: ModuleType = hopper_bwd,
@@ -144,8 +144,6 @@ def interpret_backward(
         monkeypatch.setattr(hopper_bwd_launch, name, kernel)
     monkeypatch.setattr(hopper_bwd_configs, "environment_refusal", lambda: None)
     monkeypatch.setattr(hopper_bwd_launch, "multiprocessors", lambda device: multiprocessors)
-    if config is not None:
-        monkeypatch.setattr(hopper_bwd_launch, "select_config", lambda problem: config)
     choose = hopper_bwd_launch._config
 
     def checked(problem: AttentionProblem) -> hopper_bwd_configs.Sm90BwdConfig:
@@ -157,16 +155,12 @@ def interpret_backward(
     return found["_bwd_sm90_kernel"]
 
 
-def run_backward(case: AttentionCase, draws: int = YARDSTICK_DRAWS, device: str = "cpu") -> dict[str, str]:
-    """The gradients of `case` that miss their error budgets, of so many draws of inputs, in words."""
-    inputs = make_inputs(case, device)
+def run_backward(case: AttentionCase) -> dict[str, str]:
+    """The results and gradients of `case` that miss their error budgets, in words."""
+    inputs = make_inputs(case, "cpu")
     with poisoned_allocations():
         results = run_case(attention_function(case, backend="cuda", variant="sm90"), inputs)
-    return {
-        name: f"{case.name}: {name} {check.problem or check.error}, allowed {check.budget}"
-        for name, check in check_budget(results, case, device, draws).items()
-        if not check.share <= 1
-    }
+    return _misses(results, case)
 
 
 def run(case: AttentionCase, draws: int = YARDSTICK_DRAWS, device: str = "cpu") -> dict[str, str]:
@@ -176,12 +170,24 @@ def run(case: AttentionCase, draws: int = YARDSTICK_DRAWS, device: str = "cpu") 
     with torch.no_grad(), poisoned_allocations():
         out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
     results = Results(out.cpu(), lse.cpu(), *[None] * (len(Results._fields) - 2))
-    checks = check_budget(results, case, device, draws)
+    misses = _misses(results, case, device, draws)
+    return {name: words for name, words in misses.items() if name in ("out", "lse")}
+
+
+def _misses(results: Results, case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_DRAWS) -> dict[str, str]:
     return {
         name: f"{case.name}: {name} {check.problem or check.error}, allowed {check.budget}"
-        for name, check in checks.items()
-        if name in ("out", "lse") and not check.share <= 1
+        for name, check in check_budget(results, case, device, draws).items()
+        if not check.share <= 1
     }
+
+
+def near_the_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> None:
+    """Out and lse of a call are near float64's."""
+    out, lse = diyfa.flash_attention(q, k, v, return_lse=True, backend="cuda", variant="sm90", **options)
+    want, want_lse = diyfa.reference_attention(q, k, v, return_lse=True, dtype=torch.float64, **options)
+    torch.testing.assert_close(out.double(), want, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
 
 
 def load_kernel(sources: dict[str, str], folder: Path, modules: tuple[str, ...] = KERNEL_MODULES) -> ModuleType:
@@ -208,3 +214,10 @@ def load_kernel(sources: dict[str, str], folder: Path, modules: tuple[str, ...] 
 
 def kernel_source(name: str) -> str:
     return (Path(hopper_fwd.__file__).parents[1] / f"{name.replace('.', '/')}.py").read_text()
+
+
+def load_changed(name: str, before: str, after: str, folder: Path) -> ModuleType:
+    """All that module `name` defines, made anew with `after` in the one place where its source has `before`."""
+    source = kernel_source(name)
+    assert source.count(before) == 1
+    return load_kernel({name: source.replace(before, after)}, folder, (name,))

@@ -16,12 +16,12 @@ ROOT = Path(__file__).parents[2]
 CACHES = {
     "diyfa/plan.py:plans": "plan",
     "diyfa/plan.py:Plan.backward_repeats": "plan: its launches of the backward pass",
+    "backends/cuda/runtime/launcher.py:TensorMaps": "plan: the tensor maps of its launches",
     "diyfa/distributed/check.py:_agreed": "plan: what all ranks have called with",
     "diyfa/distributed/sharding.py:rank_segments": "plan: of a batch, which all layers share",
     "diyfa/distributed/steps.py:ring_steps": "plan: the same",
     "diyfa/distributed/ulysses.py:_row_order": "plan: the same",
     "backends/cuda/runtime/launcher.py:_binaries": "loaded binary",
-    "backends/cuda/runtime/launcher.py:Binary._maps": "loaded binary: its tensor maps",
     "backends/cuda/runtime/pack.py:installed": "loaded binary: the index of the pack",
     "backends/npu/runtime/tiles.py:_refused": "tuned tile: what the compiler refuses",
     "diyfa/tuning.py:Tuner._configs": "tuned tile",
@@ -90,7 +90,8 @@ def sources(root: Path) -> dict[str, ast.Module]:
 
 
 def caches(trees: dict[str, ast.Module]) -> list[str]:
-    """Functions that remember results, and dictionaries of a module, or of objects outside tools, that begin empty."""
+    """Functions that remember results, kinds of dictionaries, and dictionaries of a module, or of objects outside
+    tools, that begin empty."""
     found = []
     for file, tree in trees.items():
         for node in ast.walk(tree):
@@ -101,6 +102,8 @@ def caches(trees: dict[str, ast.Module]) -> list[str]:
             elif isinstance(node, ast.ClassDef) and not any(tool in file for tool in ("/lab/", "/cli/")):
                 fields = [each for each in ast.walk(node) if isinstance(each, ast.AnnAssign) and each.value is not None]
                 empty = [each for each in fields if ast.unparse(each.value) in ("{}", "set()")]
+                if any(ast.unparse(base).startswith("dict") for base in node.bases):
+                    found.append(f"{file}:{node.name}")
                 found += [f"{file}:{node.name}.{ast.unparse(each.target).removeprefix('self.')}" for each in empty]
         for statement in tree.body:
             if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:

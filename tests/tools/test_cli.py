@@ -28,12 +28,19 @@ from typer.testing import CliRunner
 
 import diyfa
 from diyfa import registry
-from diyfa.cli import output
+from diyfa.arch import GPU_SPECS, NPU_SPECS, GPUArch
+from diyfa.cli import info, output
 from diyfa.cli.app import app
+from diyfa.cli.info import FEATURES, _typical
+from diyfa.cli.table import figure
+from diyfa.lab import validate
 from diyfa.lab.bench import timing
 from diyfa.lab.bench.command import DEFAULTS
-from diyfa.lab.compile_report import CompileReport
+from diyfa.lab.compile import resolve
+from diyfa.lab.compile_report import CompileReport, sample_jobs
+from diyfa.lab.demo import task as demo_task
 from diyfa.lab.demo import train as demo_train
+from diyfa.lab.npu.selection import Selection
 from diyfa.lab.report.model import build_report
 from diyfa.lab.results import read_results
 from diyfa.problem import Kernel
@@ -273,8 +280,6 @@ def test_info_json():
 
 
 def test_info_lists_refusals_with_the_backends_own_reason():
-    from diyfa.cli.info import FEATURES, _typical
-
     _, document = invoke_json("info")
     cpu = load_backend("cpu")
     refusals = {
@@ -289,8 +294,6 @@ def test_info_lists_refusals_with_the_backends_own_reason():
 
 def test_info_shows_the_features_of_kernels(monkeypatch):
     """The table says "no" exactly where the dispatch refuses: asked of a backend made for this test, by `choose`."""
-    from diyfa.cli.info import FEATURES, _typical
-
     cpu = load_backend("cpu")
     refused = {"v1": {"dropout", "sinks"}, "v2": {"window"}}
 
@@ -343,9 +346,6 @@ def test_info_fits_80_columns():
 @pytest.mark.parametrize("gpus", [0, 8])
 def test_info_fits_one_screen(gpus, monkeypatch):
     """Also beside eight equal GPUs; `--all` prints them all."""
-    from diyfa.arch import GPUArch
-    from diyfa.cli import info
-
     gpu = diyfa.GPUCapabilities("NVIDIA H200", GPUArch.HOPPER, (9, 0), True, True, True, 233472, 132, 140.0)
     monkeypatch.setattr(info, "detect", lambda: [gpu] * gpus)
     output = invoke("info", width=80).output
@@ -451,8 +451,6 @@ def test_a_missing_folder_is_not_created(tmp_path, monkeypatch):
 
 
 def test_the_model_of_the_demo_learns_to_sort():
-    from diyfa.lab.demo import task as demo_task
-
     cpu = torch.device("cpu")
     attention = partial(diyfa.flash_attention, causal=True, backend="cpu")
     model = demo_task.train(cpu, demo_train.PRESETS["cpu"], 0, attention, steps=125)
@@ -524,8 +522,6 @@ def test_a_backend_whose_language_is_not_installed(monkeypatch):
 
 
 def test_validate(monkeypatch):
-    from diyfa.lab import validate
-
     monkeypatch.setattr(validate, "CASES", validate.CASES[:2])
     code, document = invoke_json("validate", "--backend", "cpu")
     assert code == 0, document
@@ -537,8 +533,6 @@ def test_validate(monkeypatch):
 
 
 def test_validate_fails_on_a_wrong_result(monkeypatch):
-    from diyfa.lab import validate
-
     monkeypatch.setattr(validate, "CASES", validate.CASES[:1])
     real = validate.run_case
     monkeypatch.setattr(validate, "run_case", lambda *a: (r := real(*a))._replace(dq=r.dq * 1.01))
@@ -551,8 +545,6 @@ def test_validate_fails_on_a_wrong_result(monkeypatch):
 @pytest.mark.parametrize("wrong", [False, True])
 def test_validate_takes_a_backend_without_a_backward_pass(monkeypatch, checks_gradients, wrong):
     """Whether its kernel says so, or there is just none for the backward pass."""
-    from diyfa.lab import validate
-
     cpu = load_backend("cpu")
     called = f"forward-{wrong}-{checks_gradients}"  # choices are kept by the backend's name
 
@@ -583,8 +575,6 @@ def test_validate_takes_a_backend_without_a_backward_pass(monkeypatch, checks_gr
 
 
 def test_validate_continues_after_a_failing_kernel(monkeypatch):
-    from diyfa.lab import validate
-
     cpu = load_backend("cpu")
 
     def launch(*arguments):
@@ -760,8 +750,6 @@ def test_bench_fits_80_columns(monkeypatch, capsys):
      (0.00012345, "0.000123"), (1.5e-9, "1.50e-09"), (-2.0, "-2.00"), (float("inf"), "inf")],
 )  # fmt: skip
 def test_three_significant_digits(value, text):
-    from diyfa.cli.table import figure
-
     assert figure(value) == text
 
 
@@ -853,8 +841,6 @@ def test_tune_lists_no_incomplete_row(tuner):
 
 
 def test_compile_list_names_every_target():
-    from diyfa.arch import GPU_SPECS, NPU_SPECS
-
     assert invoke_json("compile", "--list")[1] == {"cuda": list(GPU_SPECS), "npu": list(NPU_SPECS)}
 
 
@@ -982,8 +968,6 @@ def test_a_bar_has_a_total_and_a_log_gets_lines(monkeypatch):
     ],
 )
 def test_a_chip_may_be_called_without_its_family(name, chip):
-    from diyfa.lab.compile import resolve
-
     assert resolve(name) == chip
 
 
@@ -1081,8 +1065,6 @@ def test_a_missing_ascend_compiler_is_named_with_its_pip_command(monkeypatch, pa
 
 
 def test_unknown_values_of_a_selection_are_named(monkeypatch):
-    from diyfa.lab.npu.selection import Selection
-
     with pytest.raises(ValueError, match="unknown kernel 'sort'"):
         Selection(kernel=("sort",))
     with pytest.raises(ValueError, match="multiples of 16"):
@@ -1092,8 +1074,6 @@ def test_unknown_values_of_a_selection_are_named(monkeypatch):
 
 
 def test_some_cases_of_each_kernel():
-    from diyfa.lab.compile_report import sample_jobs
-
     jobs = [
         SimpleNamespace(kernel=name, case=f"{case} of {tile}") for name in "ab" for case in range(100) for tile in "xyz"
     ]

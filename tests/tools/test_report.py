@@ -18,7 +18,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from diyfa.cli.app import app
+from diyfa.lab.report import page
 from diyfa.lab.report.model import attention_bytes, build_report, data_sheet_peak
+from diyfa.lab.report.page import render_page
 from diyfa.lab.report.points import collect_points, report_name
 from diyfa.lab.report.text import markdown, summary
 from diyfa.lab.report.words import WORDS
@@ -393,8 +395,6 @@ def test_the_page_is_self_contained(tmp_path: Path) -> None:
 
 def test_a_category_without_rows_is_absent(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
-    from diyfa.lab.report.page import render_page
-
     html = render_page(make_report(write_gpu(tmp_path)))
     for key in ("memory", "decoding"):
         assert f'<h2 id="{key}">' not in html
@@ -405,14 +405,10 @@ def test_a_category_without_rows_is_absent(tmp_path: Path) -> None:
 
 def test_the_page_of_all_recorded_files_is_small(recorded) -> None:
     pytest.importorskip("jinja2")
-    from diyfa.lab.report.page import render_page
-
     assert len(render_page(recorded).encode()) < MAX_PAGE
 
 
 def test_a_page_without_its_library_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diyfa.lab.report import page
-
     monkeypatch.setattr(page.importlib.util, "find_spec", lambda name: None)
     path = write_gpu(tmp_path)
     result = invoke(path, "--output", tmp_path / "report.html")

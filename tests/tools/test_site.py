@@ -282,16 +282,6 @@ def test_workflows_call_what_is_here() -> None:
     )
 
 
-def test_the_readme_is_short_on_speed() -> None:
-    """One table for each card, and at most five lines of prose; dates and histories are in the log."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert text.index("## Speed") < text.index("```python")
-    section = text.split("## Speed\n")[1].split("\n## ")[0]
-    prose = [line for line in section.splitlines() if line and not line.startswith(("|", "<!--"))]
-    assert len(prose) <= 5
-    assert len(re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)) == 2
-
-
 def test_no_file_of_the_site_names_a_machine() -> None:
     folders = [ROOT / ".github", DOCS / "_templates", DOCS / "_static"]
     files = [*ROOT.glob("*.md"), *ROOT.glob("*.toml"), *(p for f in folders for p in f.rglob("*") if p.is_file())]

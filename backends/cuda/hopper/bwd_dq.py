@@ -116,8 +116,10 @@ def _prepare_kernel(
             at = (first_q + rows).to(gl.int64)[:, None]
             exists = rows < n_queries
             inside = exists[:, None] & (columns < head_dim_v // CHUNK * CHUNK)[None, :]
-            o = gl.load(o_at + at * stride_om + columns[None, :], mask=inside, other=0.0)
-            do = gl.load(do_at + at * stride_dom + columns[None, :], mask=inside, other=0.0)
+            # What the main kernel reads first should stay in the L2 cache instead.
+            o_address, do_address = o_at + at * stride_om + columns[None, :], do_at + at * stride_dom + columns[None, :]
+            o = gl.load(o_address, mask=inside, other=0.0, eviction_policy="evict_first")
+            do = gl.load(do_address, mask=inside, other=0.0, eviction_policy="evict_first")
             delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
             lse = gl.load(lse_ptr + first_row + rows, mask=exists, other=float("inf"))
             if dlse_ptr is not None:

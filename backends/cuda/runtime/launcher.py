@@ -362,6 +362,13 @@ class Driver:
         self.check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
         self.check(self._library.cuCtxSetCurrent(context))
 
+    def launch_again(self, result: int, prepared: PreparedLaunch) -> None:
+        """Launch once more after `result`, if that is due to the thread's first call. Raises RuntimeError otherwise."""
+        if result == _INVALID_CONTEXT:
+            self.set_context()
+            result = self.launch_function(*prepared.arguments)
+        self.check(result)
+
     def encode(self, tiles: Tiles, address: int, box: Sequence[int], swizzle: int) -> bytes:
         """Return the tensor map of a tensor at `address` with the metadata of `tiles`. `box`: shape of one copy."""
         base, shape, strides, _ = tiles
@@ -437,61 +444,83 @@ def parameter_layout(kinds: Kinds, scratch: int) -> tuple[str, list[int]]:
     return text, offsets
 
 
+def _aligned_memory(size: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
+    """Return new memory and the address of `size` bytes in it, a multiple of 64: tensor maps are aligned so."""
+    memory = (ctypes.c_char * (size + 63))()
+    return memory, ctypes.addressof(memory) + -ctypes.addressof(memory) % 64
+
+
+class TensorMaps(dict[int, int]):
+    """Address of a tensor -> address of its tensor map, for one descriptor of a kernel.
+
+    The maps differ in their addresses only: each is made from `encoded`, one of them. A map remains valid if the memory
+    is freed and allocated anew.
+    """
+
+    MAX_SIZE = 1024
+
+    def __init__(self, encoded: bytes) -> None:
+        super().__init__()
+        self._encoded = encoded
+        self._memory: list[ctypes.Array[ctypes.c_char]] = []
+
+    def __missing__(self, address: int) -> int:
+        if len(self) >= self.MAX_SIZE:
+            self.clear()
+            self._memory.clear()
+        memory, begin = _aligned_memory(128)
+        ctypes.memmove(begin, driver().moved(self._encoded, address), 128)
+        self._memory.append(memory)
+        self[address] = begin
+        return begin
+
+
+class PreparedLaunch:
+    """Memory that the driver reads at a launch of one binary: grid, stream, parameters and pointers to these.
+
+    Only one thread at a time uses it.
+    """
+
+    def __init__(self, binary: Binary) -> None:
+        stored, self._struct, self._scratch = binary.stored, binary.struct, (0,) * binary.stored.scratch
+        self._memory, first = _aligned_memory(self._struct.size)
+        self._begin = first - ctypes.addressof(self._memory)
+        self.pointers = (ctypes.c_void_p * len(binary.offsets))(*[first + x for x in binary.offsets])
+        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
+        self.config = _Config(
+            1, 1, 1, 32 * stored.num_warps, 1, 1, stored.shared, None, ctypes.pointer(self._attribute),
+            int(stored.launch_pdl),
+        )  # fmt: skip
+        self.arguments = ctypes.byref(self.config), ctypes.c_void_p(binary.function), self.pointers, None
+
+    def set(self, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
+        """Set grid and parameters. `values`: as `Binary.encoded` returns them."""
+        config = self.config
+        self._struct.pack_into(self._memory, self._begin, *values, *self._scratch)
+        config.grid_x, config.grid_y, config.grid_z = grid
+
+
 class Binary:
     """A kernel on one device, ready to be launched."""
 
     def __init__(self, stored: StoredBinary, kinds: Kinds) -> None:
-        self._scratch = (0,) * stored.scratch
-        layout, offsets = parameter_layout(kinds, stored.scratch)
-        self._struct = struct.Struct(layout)
-        self._boxes = stored.boxes
+        self.stored = stored._replace(cubin=b"")
+        layout, self.offsets = parameter_layout(kinds, stored.scratch)
+        self.struct = struct.Struct(layout)
         tile_indices = [i for i, kind in enumerate([x for x in kinds if x not in (None, 1)]) if isinstance(kind, Box)]
         # The last comes first, because each becomes several values and moves those behind it.
         self._tiles = [*enumerate(tile_indices)][::-1]
-        self._maps: dict[Any, bytes] = {}
         self._driver = driver()
-        function = self._driver.load(stored.cubin, stored.name, stored.shared)
-        self._launch = self._driver.launch_function
-        self._buffer = ctypes.create_string_buffer(self._struct.size + 64)
-        self._begin = -ctypes.addressof(self._buffer) % 64
-        first = ctypes.addressof(self._buffer) + self._begin
-        parameters = (ctypes.c_void_p * len(offsets))(*[first + x for x in offsets])
-        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
-        self._config = _Config(
-            1, 1, 1, 32 * stored.num_warps, 1, 1, stored.shared, None, ctypes.pointer(self._attribute),
-            int(stored.launch_pdl),
-        )  # fmt: skip
-        self._arguments = ctypes.byref(self._config), ctypes.c_void_p(function), parameters, None
-        self._lock = threading.Lock()  # guards the buffer
-
-    MAPS = 1024  # most tensor maps in the cache
-
-    def tensor_map(self, number: int, tiles: Tiles, address: int, key_without_address: Hashable) -> bytes:
-        """Return the tensor map of the kernel's descriptor `number`, for a tensor at `address` with `tiles`' metadata.
-
-        Encoding takes 9 us, so maps of repeated launches are cached. A map depends only on address, shape and strides,
-        so it remains valid if the memory is freed and allocated anew. `key_without_address`: `tensor_map_key(number,
-        tiles)`, if known.
-        """
-        key = address, key_without_address
-        encoded_map = self._maps.get(key)
-        if encoded_map is None:
-            if len(self._maps) >= self.MAPS:
-                self._maps.clear()
-            encoded_map = self._maps[key] = self._driver.encode(tiles, address, *self._boxes[number])
-        return encoded_map
-
-    @staticmethod
-    def tensor_map_key(number: int, tiles: Tiles) -> Hashable:
-        """Return the key of a tensor map without its address."""
-        return number, *tiles.shape, *tiles.strides
+        self.function = self._driver.load(stored.cubin, stored.name, stored.shared)
+        self._prepared = PreparedLaunch(self)
+        self._lock = threading.Lock()  # guards it
 
     def encoded(self, values: Sequence[Any]) -> list[Any]:
         """Return the `values` of a signature with each `Tiles` replaced by its tensor map, shape and strides."""
         arguments, driver, maps = list(values), self._driver, dict[Any, bytes]()
         for number, index in self._tiles:
             base, shape, strides, box = x = arguments[index]
-            copy, address = self._boxes[number], base.data_ptr()
+            copy, address = self.stored.boxes[number], base.data_ptr()
             like = shape, strides, box, copy
             if like in maps:  # q, k, v and their gradients mostly differ in their addresses only
                 encoded = driver.moved(maps[like], address)
@@ -502,17 +531,13 @@ class Binary:
 
     def launch(self, grid: tuple[int, int, int], stream: int, values: Sequence[Any]) -> None:
         """Launch on a stream of the current device. `values`: as `encoded` returns them."""
-        config = self._config
+        prepared = self._prepared
         with self._lock:
-            self._struct.pack_into(self._buffer, self._begin, *values, *self._scratch)
-            config.grid_x, config.grid_y, config.grid_z = grid
-            config.stream = stream
-            result = self._launch(*self._arguments)
-            if result == _INVALID_CONTEXT:  # the thread's first call
-                self._driver.set_context()
-                result = self._launch(*self._arguments)
-        if result:
-            self._driver.check(result)
+            prepared.set(grid, values)
+            prepared.config.stream = stream
+            result = self._driver.launch_function(*prepared.arguments)
+            if result:
+                self._driver.launch_again(result, prepared)
 
 
 _binaries: dict[Any, Binary] = {}  # its size is bounded: lengths and batches are not in the key

@@ -1,18 +1,25 @@
 """A pass: all launches of one operation, and their replay for other tensors of equal shapes and strides.
 
-A replay replaces only the tensors' addresses.
+A replay replaces only the tensors' addresses. Its launches have memory of their own, which the driver reads, with all
+that stays the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import torch
 
 from diyfa.backends.cuda.runtime.launch import may_compile, on_device
 from diyfa.backends.cuda.runtime.launcher import (
+    Binary,
+    PreparedLaunch,
+    TensorMaps,
     Tiles,
+    driver,
     is_missing,
     launch_kernel,
     launch_signature,
@@ -50,44 +57,75 @@ def launch_each(launches: Sequence[Launch]) -> None:
         launch_kernel(launch)
 
 
-Relaunch = Callable[[int, Sequence[int]], None]  # (stream, addresses): launches on the current device
-# (addresses, their tensors, the first result or None, whether all results are wanted) -> results
+# (addresses and numbers, their tensors, the first result or None, whether all results are wanted) -> results
 Replay = Callable[..., list[Any] | None]
 
 
-def make_relaunch(launch: Launch, slots: Mapping[str, int]) -> Relaunch:
-    """Return a function that repeats `launch` on the current device with other addresses and numbers.
+class RepeatedLaunch(NamedTuple):
+    """A launch that is repeated with other addresses and numbers, the values of the pass.
 
-    `slots`: argument name -> index of its value in the addresses.
+    `parameters` are those of an earlier launch, as `Binary.encoded` returns them. `pointers` and `tensor_maps`: (index
+    of a parameter, index of the value that is its address, or the number itself).
     """
+
+    binary: Binary
+    grid: tuple[int, int, int]
+    parameters: list[Any]
+    pointers: list[tuple[int, int]]
+    tensor_maps: list[tuple[int, int]]
+
+
+def make_repeated(launch: Launch, slots: Mapping[str, int]) -> RepeatedLaunch:
+    """Describe how `launch` is repeated on the current device. `slots`: argument name -> index of its value."""
     signature = launch_signature(launch)
     binary = loaded_binary(launch, signature, current_device())
-    template = binary.encoded(signature.values)
-    pointers: list[tuple[int, int]] = []  # (index in the template, slot)
-    maps: list[tuple[int, int, int, Tiles, Hashable]] = []
-    index = number = 0
+    pointers: list[tuple[int, int]] = []
+    tensor_maps: list[tuple[int, int]] = []
+    index = 0
     for name, kind in zip(runtime_names(launch.kernel), signature.kinds, strict=True):
         if kind is None or kind == 1:
             continue
         x = launch.arguments[name]
         if type(x) is Tiles:
-            tiles = x._replace(base=x.base.new_empty(0))  # only for its dtype: this holds no tensor of the call
-            maps.append((index, slots[name], number, tiles, binary.tensor_map_key(number, x)))
-            number += 1
+            tensor_maps.append((index, slots[name]))
             index += 1 + 2 * len(x.shape)
             continue
         if name in slots:
             pointers.append((index, slots[name]))
         index += 1
-    grid: Any = (*(launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)), 1, 1)[:3]
+    x, y, z = (*(launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)), 1, 1)[:3]
+    return RepeatedLaunch(binary, (x, y, z), binary.encoded(signature.values), pointers, tensor_maps)
 
-    def relaunch(stream: int, addresses: Sequence[int]) -> None:
-        values = template[:]  # a copy: other threads launch, too
-        for position, slot in pointers:
-            values[position] = addresses[slot]
-        for position, slot, number, tiles, key in maps:
-            values[position] = binary.tensor_map(number, tiles, addresses[slot], key)
-        binary.launch(grid, stream, values)
+
+Relaunch = Callable[[int, list[int]], None]  # (stream, values): launches on the current device
+
+
+def make_relaunch(launches: Sequence[RepeatedLaunch], n_values: int) -> Relaunch:
+    """Return a function that repeats the launches of a pass. Only one thread at a time may call it.
+
+    It has memory of its own for the driver, in which a call writes only what changes: the values, and the pointers to
+    tensor maps. Parameters that are among the values are read there.
+    """
+    memory = (ctypes.c_uint64 * n_values)()
+    prepared_launches: list[tuple[Any, ...]] = []
+    for launch in launches:
+        prepared = PreparedLaunch(launch.binary)
+        prepared.set(launch.grid, launch.parameters)
+        for index, slot in launch.pointers:
+            prepared.pointers[index] = ctypes.addressof(memory) + 8 * slot
+        maps = [(index, slot, TensorMaps(launch.parameters[index])) for index, slot in launch.tensor_maps]
+        prepared_launches.append((prepared, prepared.pointers, maps, prepared.config, prepared.arguments))
+    launch_function = driver().launch_function
+
+    def relaunch(stream: int, values: list[int]) -> None:
+        memory[:] = values  # type: ignore[assignment]
+        for prepared, pointers, maps, config, arguments in prepared_launches:
+            for index, slot, tensor_maps in maps:
+                pointers[index] = tensor_maps[values[slot]]
+            config.stream = stream
+            result = launch_function(*arguments)
+            if result:
+                driver().launch_again(result, prepared)
 
     return relaunch
 
@@ -173,7 +211,7 @@ def make_replay(
     if not all(hasattr(launch.kernel, "params") for launch in launches):  # interpreted
         return None
     outputs = [*outputs, *operation.memory]
-    slots, relaunches = _Slots(inputs, numbers, outputs, list(derived)), list[Relaunch]()
+    slots, repeated = _Slots(inputs, numbers, outputs, list(derived)), list[RepeatedLaunch]()
     device = (*outputs, *inputs)[0]
     with on_device(device):  # kernels are tuned, compiled and loaded for the current device
         if operation.is_settled is not None and not operation.is_settled():
@@ -182,7 +220,7 @@ def make_replay(
             launch_slots = slots.argument_slots(launch)
             if launch_slots is None:
                 return None
-            relaunches.append(make_relaunch(launch, launch_slots))
+            repeated.append(make_repeated(launch, launch_slots))
     makers, views, first_output = list(derived.values()), slots.views, slots.first_output
     layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in outputs]
     lse_offset = None  # offset in bytes of lse in the memory, if lse may be put there
@@ -192,6 +230,8 @@ def make_replay(
         layouts[2] = (elements + outputs[1].numel(),), (1,), outputs[2].dtype
     allocate, index, current = make_allocator(device.device.type), device.get_device(), device_getter(device)
     chosen, get_stream = choice(), current_stream
+    n_values = first_output + len(outputs) + len(makers) + len(views)
+    idle: list[Relaunch] = []  # each call takes one from the list, as several threads may launch at once
 
     def replay(
         addresses: Sequence[int],
@@ -206,20 +246,23 @@ def make_replay(
                 return replay(addresses, present, first, returns_all)
         new: list[Any]
         if returns_all or lse_offset is None:
-            new = [allocate(*x) for x in layouts] if first is None else [first, *[allocate(*x) for x in layouts[1:]]]
-            all_addresses = [*addresses, *[x.data_ptr() for x in new]]
+            new = [*starmap(allocate, layouts)] if first is None else [first, *starmap(allocate, layouts[1:])]
+            values = [*addresses, *map(torch.Tensor.data_ptr, new)]
         else:
             new = [allocate(*layouts[0]) if first is None else first, None, allocate(*layouts[2])]
             begin = new[2].data_ptr()
-            all_addresses = [*addresses, new[0].data_ptr(), begin + lse_offset, begin]
+            values = [*addresses, new[0].data_ptr(), begin + lse_offset, begin]
         if makers:
             derived_tensors = [make(new[0]) for make in makers]  # referenced until all is launched
-            all_addresses += [x.data_ptr() for x in derived_tensors]
+            values += map(torch.Tensor.data_ptr, derived_tensors)
         if views:
-            all_addresses += [all_addresses[first_output + i] + offset for i, offset in views]
-        stream = get_stream(index)
-        for relaunch in relaunches:
-            relaunch(stream, all_addresses)
+            values += [values[first_output + i] + offset for i, offset in views]
+        try:
+            relaunch = idle.pop()
+        except IndexError:
+            relaunch = make_relaunch(repeated, n_values)
+        relaunch(get_stream(index), values)
+        idle.append(relaunch)
         return new
 
     return replay
