@@ -124,7 +124,7 @@ class Recorder:
         assert [read(ctypes.c_uint64) for _ in range(SCRATCH)] == [0] * SCRATCH
         grid = settings.grid_x, settings.grid_y, settings.grid_z
         binary = (signature.kinds, signature.aligned_pointers, signature.aligned_strides, launch.aligned)
-        (constants,) = launch.constants.values()
+        (constants,) = launch.constants.values() or (None,)  # a kernel may have none
         self.launches.append(Recorded(launch.kernel.__name__, grid, settings.stream or 0, arguments, constants, binary))
         return 0
 
