@@ -160,7 +160,8 @@ def attend(
             dropout, else a tensor without elements.
     """
     first, *others = tensors = tuple(owners.values())
-    layout, packing = arguments["layout"], ("qkv", "kv", "")[len(others)]
+    layout = arguments["layout"]
+    packing = ("qkv", "kv", "")[len(others)]  # what the last of one, two or three owners packs
     if not (type(arguments["causal"]) is type(arguments["deterministic"]) is type(returns_lse) is bool):
         flags = {name: arguments[name] for name in ("causal", "deterministic")}
         validation.check_booleans(**flags, **{words.returns_lse: returns_lse})
@@ -184,7 +185,7 @@ def attend(
         key = attention_key(tensors, lengths, arguments.values(), optional)
         plan = find(key)
     if plan is None:
-        if key is None:  # a key is made of dense tensors only
+        if key is None:  # there is no key of DTensors or `Quantized`, and none of packed tensors yet
             if any(validation.is_dtensor(x) for x in tensors):
                 if mask is not None:
                     raise ValueError("DTensors take no mask: give each rank's part, .to_local(), with its own mask")
@@ -194,10 +195,10 @@ def attend(
                     )
                 return _attend_dtensors(owners, lengths, returns_lse, arguments, words, weights)
             if any(isinstance(x, Quantized) for x in tensors):
-                taken_out = {
+                given = {
                     "mask": mask, "score_fn": score_fn, "score_tensors": captured, "score_grad_fn": score_grad_fn
                 }  # fmt: skip
-                return _attend_quantized(owners, lengths, returns_lse, arguments, taken_out, words, weights)
+                return _attend_quantized(owners, lengths, returns_lse, arguments, given, words, weights)
             validation.check_tensors(**owners)
         prepared: Any = autocast(*tensors)
         if layout == "bhsd" and first.dim() == 3:
@@ -211,7 +212,8 @@ def attend(
     q_owner, k_owner, v_owner = (*tensors, None, None)[:3] if packing else tensors
     if not returns_lse:
         weights = None
-    if plan is not None and (weights is None or not arguments["dropout_p"]):  # weights need the state of the mask
+    # `weights` needs the state of the dropout mask, which only the checked options have.
+    if plan is not None and (weights is None or not arguments["dropout_p"]):
         if optional:
             validation.check_values(lengths, q, k, layout)
         result = ops.run_plan(plan, (q_owner, k_owner, v_owner), optional, returns_lse)
@@ -221,8 +223,8 @@ def attend(
         options = checked_options(q, k, v, lengths, arguments, words)
         if key is not None and not is_described_only(q):
             plan = ops.plan_of(q, k, v, lengths, options, key)
-            given = optional_tensors(lengths, options)
-            result = ops.run_plan(plan, (q_owner, k_owner, v_owner), given, returns_lse)
+            checked = optional_tensors(lengths, options)
+            result = ops.run_plan(plan, (q_owner, k_owner, v_owner), checked, returns_lse)
         else:
             result = ops.attend(q_owner, k_owner, v_owner, lengths, options)
             result = result if returns_lse else result[0]
@@ -256,22 +258,22 @@ def _attend_quantized(
     lengths: Lengths,
     returns_lse: bool,
     arguments: dict[str, Any],
-    taken_out: dict[str, Any],
+    given: dict[str, Any],
     words: Words,
     weights: Callable[..., torch.Tensor] | None,
 ) -> Any:
     """Run a call of which some tensors are `Quantized`: `attend` of their values, descales and means.
 
-    Gradients that go straight through have their own path. `taken_out`: the arguments that `attend` has taken out of
-    `arguments` for checked forms of them.
+    Gradients that go straight through have their own path. `given`: mask and score function as the caller gave them;
+    `arguments` have their checked forms, and a second `attend` checks them anew.
     """
     quantized = [x if isinstance(x, Quantized) else None for x in owners.values()]
     arguments |= unwrapped(owners, arguments)
     validation.check_tensors(**owners)
     dtype = _gradient_dtype(quantized, owners, arguments)
     if dtype is None:
-        return attend(owners, lengths, returns_lse, arguments | taken_out, words, weights)
-    if taken_out["score_fn"] is not None:
+        return attend(owners, lengths, returns_lse, arguments | given, words, weights)
+    if given["score_fn"] is not None:
         raise ValueError("a call with gradients of straight_through=True takes no score_fn")
     pair = _attend_straight_through(quantized, owners, lengths, arguments, words, dtype)
     if weights is not None and returns_lse:  # there is no dropout
@@ -643,9 +645,8 @@ def explain(
     quantized = [x if isinstance(x, Quantized) else None for x in owners.values()]
     eight_bits |= unwrapped(owners, eight_bits)
     validation.check_tensors(**owners)
-    learned = {"layout": layout, "attn_bias": attn_bias, "sinks": sinks}
-    gradient_dtype = _gradient_dtype(quantized, owners, learned)
-    x, y, z = owners.values()
+    gradient_dtype = _gradient_dtype(quantized, owners, {"layout": layout, "attn_bias": attn_bias, "sinks": sinks})
+    x, y, z = owners.values()  # tensors: the values of q, k and v where these are `Quantized`
     if block_table is not None or seqused_k is not None or out is not None:
         if layout != VARLEN:
             raise ValueError(f"block_table, seqused_k and out belong to the layout 'thd', got {layout!r}")
@@ -678,17 +679,17 @@ def explain(
         lengths = Lengths(seq_lens=seq_lens)
     if rng_state is None:  # no call is run, so no random numbers are drawn
         rng_state = torch.empty(2, dtype=torch.int64, device=x.device)
-    blocks: dict[str, Any] = {}
+    mask_and_function: dict[str, Any] = {}  # in their checked forms
     if score_fn is not None or score_grad_fn is not None or score_tensors != ():
-        blocks = validation.checked_score_function(score_fn, score_tensors, score_grad_fn)
+        mask_and_function = validation.checked_score_function(score_fn, score_tensors, score_grad_fn)
     if mask is not None:
         others = {"layout": layout, "causal": causal, "window": validation.check_window(window)}
         validation.check_mask(mask, x, y, others, "window")
-        blocks |= {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
+        mask_and_function |= {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
     with torch.set_grad_enabled(torch.is_grad_enabled() and gradient_dtype is None):
         options = checked_options(x, y, z, lengths, {
-            **blocks, "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
-            "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
+            **mask_and_function, "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant,
+            "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
             "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
             "out_dtype": out_dtype, **eight_bits,
         })  # fmt: skip

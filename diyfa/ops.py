@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from diyfa import registry
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, PER_BLOCK, dequantised
-from diyfa.features import GRADIENTS
+from diyfa.features import GRADIENTS, TENSORS
 from diyfa.options import (
     DIFFERENTIABLE,
     MATMUL_SCHEMA,
@@ -70,6 +70,8 @@ _INF = float("inf")
 # Behind q, k and v every attention operator takes the rows of `diyfa.features`. `variant` names a forward kernel; the
 # backward pass takes its own kernel of that name, if there is one.
 _FEATURE_GRADIENTS = tuple(feature.gradient for feature in GRADIENTS)
+_NO_TENSORS = (None,) * len(TENSORS)
+_STATE_INDEX = [feature.name for feature in TENSORS].index("rng_state")  # among the optional tensors
 GRADIENT_INDEX = {feature.name: 3 + i for i, feature in enumerate(GRADIENTS)}  # in the result of `differentiate`
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _lib = torch.library.Library("diyfa", "DEF")
@@ -303,7 +305,8 @@ def _run_backward(
     # Repeats are prepared for aligned tensors alone.
     aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
     if dlse is None and aligned and not plan.sees_no_key:
-        if stride in repeats:  # the second such call: most lengths come once
+        # The first such call leaves None under its stride, and the second one makes the repeat: most lengths come once.
+        if stride in repeats:
             problem, kernel = plan.backward()
             tensors = bind(q, k, v, lengths, options)
             if kernel.repeat is not None and _binds_without_copies(tensors, q, k, v, *optional):
@@ -571,6 +574,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Unplanned, dtype: torch.dtype, q: Any, k: Any, v: Any, *tensors: Any) -> Pair:
+        """`q`, `k`, `v`: the inputs that get gradients, or None. `tensors`: the quantised values, optional tensors."""
         ctx.call, ctx.dtype = call, dtype
         ctx.source_dtypes = [None if x is None else x.dtype for x in (q, k, v)]
         ctx.save_for_backward(*tensors)
@@ -590,6 +594,7 @@ class _StraightThrough(torch.autograd.Function):
         results = differentiate(grads, (q, k, v), (out, lse), lengths, options)
         gradients = [x.to(dtype) if dtype else None for x, dtype in zip(results[:3], ctx.source_dtypes, strict=True)]
         learned = dict(zip(DIFFERENTIABLE, results[3:], strict=True))
+        # One for each argument of `forward`: call, dtype, q, k, v, then the three values and the optional tensors.
         gradients = [None, None, *gradients, None, None, None, *[learned.get(name) for name in call.names]]
         return tuple([x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=True)])
 
@@ -654,14 +659,19 @@ def run_plan(
     optional: Sequence[torch.Tensor | None],
     return_lse: bool,
 ) -> Any:
-    """Run a call that `plan` was made for -> out, or (out, lse). `owners`: three, None where fewer pack q, k and v."""
+    """Run a call that `plan` was made for -> out, or (out, lse). `owners`: three, None where fewer pack q, k and v.
+
+    `optional`: the tensors of the call in the order of the table, or () if none is given.
+    """
     present: Sequence[torch.Tensor] = ()
     if plan.names:
         present = [x for x in optional if x is not None]
-        if len(present) < len(plan.names):  # the call draws the state of its dropout mask
-            present.append(new_rng_state(owners[0].device))
-        elif len(present) > len(plan.names):  # a state was given, but without dropout nothing reads it
-            present.pop()
+        if len(present) != len(plan.names):
+            # The call has dropout and no state was given: it draws one. Or one was given, but without dropout nothing
+            # reads it. Tensors after it in the table keep their places.
+            tensors = list(optional or _NO_TENSORS)
+            tensors[_STATE_INDEX] = new_rng_state(owners[0].device) if tensors[_STATE_INDEX] is None else None
+            present = [x for x in tensors if x is not None]
     if plan.problem.needs_grad:
         return _Attention.apply(*owners, plan, return_lse, *present)
     packing = plan.options.packing
@@ -671,7 +681,8 @@ def run_plan(
 
 
 def _sees_operators_only() -> bool:
-    """Return whether a graph is traced or torch.func.vmap is active: both need the operators' own Autograd kernels."""
+    """Return whether a graph is traced or torch.func.vmap is active: both must see operators, which then come to the
+    operators' own Autograd kernels."""
     return torch.compiler.is_compiling() or (is_transformed() and not differentiates_forward())
 
 

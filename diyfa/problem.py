@@ -165,14 +165,10 @@ class _AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionProblem(_AttentionShape, _Problem):
-    """One attention call without its tensors.
+    """One attention call without its tensors. dtypes are short names ("float16").
 
-    `window_left` and `window_right` are normalised: -1 is unbounded, causal is `window_right == 0`. `dtype` is the
-    short name ("float16"). `aligned` says that all base addresses and all strides but the last of q, k and v are
-    multiples of 16 bytes, as TMA needs; `aligned_gradients` says it of the buffers of dq, dk and dv. `few_steps`: with
-    `seq_lens`, `has_few_steps` of q, k and v; else True. In the layout "thd" `batch` counts the sequences,
-    `seqlen_q` and `seqlen_k` are the longest lengths, `total_q` and `total_k` the rows of the packed tensors (0 in
-    other layouts).
+    In the layout "thd" `batch` counts the sequences, `seqlen_q` and `seqlen_k` are the longest lengths, `total_q` and
+    `total_k` the rows of the packed tensors (0 in other layouts).
     """
 
     SIZES = ("batch", "seqlen_q", "seqlen_k", "total_q", "total_k")
@@ -185,8 +181,8 @@ class AttentionProblem(_AttentionShape, _Problem):
     seqlen_k: int
     head_dim: int
     head_dim_v: int
-    window_left: int = -1
-    window_right: int = -1
+    window_left: int = -1  # keys; -1: unbounded
+    window_right: int = -1  # causal: 0
     softcap: float = 0.0
     seq_lens: bool = False
     alibi: bool = False
@@ -195,7 +191,7 @@ class AttentionProblem(_AttentionShape, _Problem):
     dropout: bool = False
     deterministic: bool = False
     needs_grad: bool = False
-    aligned: bool = True
+    aligned: bool = True  # base addresses and all strides but the last of q, k and v are multiples of 16 bytes (TMA)
     total_q: int = 0
     total_k: int = 0
     bias_grad: bool = False  # attn_bias itself wants a gradient
@@ -204,8 +200,8 @@ class AttentionProblem(_AttentionShape, _Problem):
     # Dtype of out and, in the backward pass, of dq, dk and dv; "": `dtype`. It is "float32" if results are added up
     # later. A kernel writes its buffers in their dtype.
     out_dtype: str = ""
-    few_steps: bool = True
-    aligned_gradients: bool = True
+    few_steps: bool = True  # with `seq_lens`, `has_few_steps` of q, k and v; else True
+    aligned_gradients: bool = True  # `aligned`, of the buffers of dq, dk and dv
     # For float8 and int8 (`diyfa.eight_bits`): the kind of each descale, 0 without one; whether means were taken off.
     q_descale: int = 0
     k_descale: int = 0
@@ -409,7 +405,7 @@ class KVCacheTensors(NamedTuple):
 class NewKeys(NamedTuple):
     """The keys and values that a call appends to a cache, and their rotary embedding.
 
-    Row i of k and v becomes key `seqlens[b] + i` (`length + i`) of sequence b. It is dropped at
+    Row i of k and v becomes key `seqlens[b] + i` of sequence b (without `seqlens`, `length + i`). It is dropped at
     `problem.capacity` or beyond, and in a page below 0 or beyond the cache. Nothing else in the cache changes. cos and
     sin rotate the first `2 * cos.shape[1]` features of k by row `seqlens[b] + i`. They rotate q into `rotated_q`, query
     i by row `seqlens[b] + i` if the mask is causal or a window, else by row `seqlens[b]`. Rows beyond cos rotate by 0.
@@ -433,7 +429,8 @@ class NewKeys(NamedTuple):
 def as_backward(problem: AttentionProblem) -> AttentionProblem:
     """Return the problem of a call's backward pass: batch-invariant if gradients are to be deterministic, else not.
 
-    Gradients of sequences whose sums have no fixed order anyway are computed as fast as outside of the mode.
+    Without `deterministic` the sums of gradients have no fixed order, so the mode could promise nothing: the backward
+    pass is as fast as outside of the mode.
     """
     return problem if problem.deterministic else problem.replace(batch_invariant=False)
 

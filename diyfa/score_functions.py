@@ -16,6 +16,9 @@ A program is text with one operation on each line, each argument a name or a num
 The text is the only form in which the function reaches operators, plans and kernels, so nothing depends on an object of
 this process. `OPERATIONS` defines each operation once: what PyTorch computes, how Triton spells it, and its partial
 derivatives, which are operations again. This module runs programs with PyTorch; backends make kernels of them.
+
+The derivative of a function by the score is called its slope here: the gradient of a score is the gradient of the new
+score times the slope.
 """
 
 from __future__ import annotations
@@ -261,7 +264,7 @@ def function_name(source: str) -> str:
 
 
 def single_sample(source: str, b: int) -> str:
-    """Return the program for a call of sample b alone: it adds b to the sample's index, which is 0 there."""
+    """Return the program for a call of sample b alone: its first line adds b to the sample's index, 0 there."""
     return re.sub(r"^(def .*)$", rf"\1\n    b = add(b, {b})", source, flags=re.M) if source and b else source
 
 
@@ -499,6 +502,8 @@ class _Compiler:
         if name == "add" and operands[0] == 0 and isinstance(operands[0], int):
             return operands[1]
         kinds = [self.kind(x) for x in operands]
+        # Where all operands may be booleans, Triton would compute with booleans. Beside a number it converts them
+        # itself, except in divisions.
         if name in _ARITHMETIC and (name in _DIVISIONS or not {int, float} & {*kinds}):
             operands = tuple([self.number(x) for x in operands])
             kinds = [kind or int for kind in kinds]
@@ -561,14 +566,17 @@ def is_jit_function(function: Any) -> bool:
 def _compiled(
     function: Callable[..., Any], text: str | None, parameters: tuple[str, ...], what: str, numbers: tuple[Any, ...]
 ) -> tuple[Program, tuple[str, ...]]:
-    """Return the program of a function, and the names outside of it whose numbers it has. `numbers` are what these
-    names stand for, or () if they are not known yet."""
+    """Return the program of a function, and the names outside of it whose numbers it contains.
+
+    `numbers` are what these names stand for now. They are part of the cache's key: with other numbers the function is
+    compiled again. () if the names are not known yet.
+    """
     compiler = _Compiler(function, text, parameters, what)
     return compiler.program(), tuple(sorted(compiler.constants))
 
 
 def _program(function: Any, parameters: tuple[str, ...], what: str) -> Program:
-    """Return the program of a jit function. Triton keeps its source, Triton's interpreter does not."""
+    """Return the program of a jit function. Its `src` is the source, which Triton's interpreter does not keep."""
     described = function.fn, getattr(function, "src", None), parameters, what
     program, names = _compiled(*described, ())
     if names:  # a constant may be another number than in the call before
@@ -680,7 +688,7 @@ class _Derivation:
 
 @lru_cache(maxsize=256)
 def slope_program(source: str) -> Program:
-    """Return the program of the derivative by the score: the user's, else the function's with lines of its tangent."""
+    """Return the program of the slope: the user's, else the function's with the lines that compute its tangent."""
     program, *slopes = programs(source)
     if slopes:
         return slopes[0]

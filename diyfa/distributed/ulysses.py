@@ -6,8 +6,9 @@ A rank has its own rows with all heads (a shard), or all rows with its own heads
     q, k, v         scatter_heads:    own rows -> own heads     dq, dk, dv   gather_gradients: own heads -> own rows
     out, lse        gather_heads:     own heads -> own rows     dout, dlse   scatter_results:  own rows -> own heads
 
-If the ranks do not divide the KV heads, each KV head is repeated until they do. The least common multiple of KV heads
-and ranks is enough; it divides the query heads.
+If the number of ranks does not divide that of KV heads, each KV head is repeated until it does. The least common
+multiple of KV heads and ranks is enough; it divides the query heads. Tensors with a number for each query head, such as
+sinks, are not exchanged: `local_heads` takes a rank's part of them, and `with_zero_heads` inverts it for gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _row_order(segments_by_rank: tuple[Segments, ...], device: torch.device) -> 
     if by_sequence == by_shard:
         return None
     to_sequence = [
-        torch.arange(0, device="cpu"),
+        torch.arange(0, device="cpu"),  # so that there is a tensor if no rank has rows
         *(torch.arange(row, row + number, device="cpu") for _, row, number in by_sequence),
     ]
     # In a mesh the ranks of one group have only some rows of the sequence, so positions are counted anew.
@@ -58,8 +59,10 @@ def _row_order(segments_by_rank: tuple[Segments, ...], device: torch.device) -> 
 
 
 class _Exchange(NamedTuple):
-    """An exchange between (all heads, own rows) and (own heads, all rows). `dims`: dimensions (rows, heads) of each
-    tensor."""
+    """An exchange between (all heads, own rows) and (own heads, all rows).
+
+    `dims`: for each tensor, its dimension of rows and its dimension of heads.
+    """
 
     group: dist.ProcessGroup
     order: _Order | None
@@ -78,19 +81,22 @@ class _Exchange(NamedTuple):
         return self._exchanged(tensors, list(self.dims))
 
     def _exchanged(self, tensors: Sequence[torch.Tensor], dims: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Cut each tensor along its first dim, send piece n to rank n, join the received pieces along the second."""
+        """Cut each tensor along one dimension, send piece n to rank n, and join the received pieces along another.
+
+        `dims`: for each tensor, the dimension to cut and the dimension to join.
+        """
         ranks = dist.get_world_size(self.group)
-        arrived = []
+        arrived = []  # (index in `tensors`, result)
         for dtype in dict.fromkeys(x.dtype for x in tensors):  # one message for tensors of one dtype
             same_dtype = [n for n, x in enumerate(tensors) if x.dtype == dtype]
-            pieces = [tensors[n].unflatten(dims[n][0], (ranks, -1)).movedim(dims[n][0], 0) for n in same_dtype]
+            cuts, joins = ([dims[n][i] for n in same_dtype] for i in (0, 1))
+            pieces = [tensors[n].unflatten(x, (ranks, -1)).movedim(x, 0) for n, x in zip(same_dtype, cuts, strict=True)]
             sent = torch.cat([x.reshape(ranks, -1) for x in pieces], 1)
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=self.group)
             sizes = [x[0].numel() for x in pieces]
-            for n, x, piece in zip(same_dtype, received.split(sizes, 1), pieces, strict=True):
-                joined_tensor = x.reshape(piece.shape).movedim(0, dims[n][1])
-                arrived.append((n, joined_tensor.flatten(dims[n][1], dims[n][1] + 1)))
+            for n, x, piece, join in zip(same_dtype, received.split(sizes, 1), pieces, joins, strict=True):
+                arrived.append((n, x.reshape(piece.shape).movedim(0, join).flatten(join, join + 1)))
         return [x for _, x in sorted(arrived, key=lambda pair: pair[0])]
 
 
@@ -147,14 +153,14 @@ class Ulysses(NamedTuple):
     def _padded(tensors: list[torch.Tensor]) -> list[Any]:
         return [*tensors, None] if len(tensors) == 1 else tensors
 
-    def with_zero_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Invert `local_heads`, with zeros for the heads of other ranks."""
-        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        return torch.cat([x if n == rank else torch.zeros_like(x) for n in range(ranks)], -1)
-
     def local_heads(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """Return this rank's heads of a tensor whose last dimension is the query heads."""
         if x is None:
             return None
         size = x.shape[-1] // dist.get_world_size(self.group)
         return x.narrow(-1, dist.get_rank(self.group) * size, size)
+
+    def with_zero_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Invert `local_heads`, with zeros for the heads of other ranks."""
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        return torch.cat([x if n == rank else torch.zeros_like(x) for n in range(ranks)], -1)

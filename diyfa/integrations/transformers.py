@@ -102,31 +102,31 @@ def make_attention_mask(
         sdpa_mask,
     )
 
-    # slides: the layer's window is the config's. keys: rows of the cache that the last query sees; the others are free.
     tracing, config = torch.compiler.is_compiling(), kwargs.get("config")
     if not tracing and config is not None and _attends_by_itself(config.__class__):
         raise ValueError(
             f"models of {type(config).__name__} have an attention of their own: use attn_implementation='eager'"
         )
     window = kwargs.get("local_size")
-    slides = window is not None and window == getattr(config, "sliding_window", None)
+    slides = window is not None and window == getattr(config, "sliding_window", None)  # the window is the config's
     causal = mask_function is causal_mask_function or (slides and kwargs.get("allow_is_causal_skip"))
     both_ways = mask_function is bidirectional_mask_function or (slides and kwargs.get("allow_is_bidirectional_skip"))
     if not tracing and not causal and not both_ways:
         rows = _packed(mask_function)
         if rows is not None and attention_mask is None:
             return rows.to(torch.int64 if slides else torch.int32)
-    # A static cache, whose length is on the device: do not wait for it.
-    decodes = isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1)
-    keys = kv_length
-    if causal and not decodes:
+    # A static cache has its length on the device. With one new token, or in a traced program, do not wait for it.
+    is_offset_unread = isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1)
+    keys = kv_length  # rows of the cache that the last query sees; those from there on are free
+    if causal and not is_offset_unread:
         keys = min(kv_length, int(q_offset) + q_length - kv_offset)
     has_room = keys < kv_length
     # A traced program cannot read from a mask on the device how many rows of a padded cache are seen.
     is_unreadable = tracing and has_room and attention_mask is not None
-    if not (causal or both_ways) or (causal and decodes) or is_unreadable:
+    if not (causal or both_ways) or (causal and is_offset_unread) or is_unreadable:
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
+    # From here on `padding` becomes the result, in the forms of the module's table.
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length]
@@ -270,7 +270,10 @@ def _attend_packed(
 def _attend_one_token(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Return the attention of one new token of each sample over a cache, by split-KV; None if split-KV cannot do it."""
+    """Return the attention of one new token of each sample over a cache, by split-KV; None if split-KV cannot do it.
+
+    It has no gradient and no dropout, and of masks takes padding on the left only.
+    """
     tensors = (q, k, v) if options["sinks"] is None else (q, k, v, options["sinks"])
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if q.shape[1] != 1 or k.shape[1] == 1 or learns or options["dropout_p"]:

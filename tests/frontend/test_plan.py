@@ -100,6 +100,17 @@ def test_dropout_draws_at_every_call(launches):
     assert len(launches) == 4 and torch.equal(outs[0], outs[2])
 
 
+def test_a_state_of_dropout_keeps_its_place_beside_a_mask(launches):
+    """Tensors of a block mask come after the state in the table: a repeated call must not exchange them."""
+    q, k, v = (torch.randn(1, 2, 128, 16) for _ in range(3))
+    mask = diyfa.block_mask(diyfa.masks.causal, 1, 1, 128, 128, device="cpu")
+    outs = [attend(q, k, v, mask=mask, dropout_p=0.5) for _ in range(3)]
+    assert len(launches) == 2 and not any(torch.equal(a, b) for a, b in itertools.pairwise(outs))
+    state = torch.tensor([7, 1])
+    outs = [attend(q, k, v, mask=mask, rng_state=state) for _ in range(2)]  # without dropout nothing reads the state
+    assert len(launches) == 3 and all(torch.equal(out, attend(q, k, v, mask=mask)) for out in outs)
+
+
 def test_the_forced_backend_is_in_the_key(launches):
     q, k, v = qkv()
     with diyfa.use_backend("cpu"):

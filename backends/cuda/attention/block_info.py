@@ -80,7 +80,8 @@ def query_ranges(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: t
     """Return the queries that see keys [col0, col0 + BLOCK_N). All bounds but the ends are multiples of BLOCK_M.
 
     A full block of queries may extend beyond the last query: the rows behind it read as zeros and their lse as inf, so
-    their weights are 0. With EDGES it may not: full blocks are read without a check for the sequence's end.
+    their weights are 0. With EDGES it may not, because the caller reads full blocks without a check for the sequence's
+    end. Such a block is then one of the edges: the blocks outside of [full_begin, full_end).
 
     Keys beyond the last one read as zeros, so their weights exp(0 - lse) may be infinite. With WHOLE_KEYS a block that
     has such keys has no full blocks of queries, so that a mask drops them.
@@ -106,13 +107,14 @@ def query_ranges(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: t
 
 
 @triton.jit
-def masked_keys(blocks, c: tl.constexpr):
-    """Return (begin, end, gap_begin, gap) of one loop over those keys of `key_ranges` that need a mask.
+def masked_keys(ranges, c: tl.constexpr):
+    """Return (begin, end, gap_begin, gap) of one loop over the keys that need a mask. `ranges`: from `key_ranges`.
 
-    With HAS_LEFT they lie on both sides of the full ones, the gap. The loop counts without the gap: its position n is
-    key n before gap_begin, and key n + gap from there on.
+    With HAS_LEFT these keys lie on both sides of the full ones, the gap. The loop counts without the gap: position n is
+    key n if n < gap_begin, else key n + gap. Without HAS_LEFT they all lie behind the full ones, position n is key n,
+    and callers do not use the gap.
     """
-    begin, full_begin, full_end, end = blocks
+    begin, full_begin, full_end, end = ranges
     gap = full_end - full_begin
     if c.HAS_LEFT:  # both edges: [begin, full_begin) and [full_end, end)
         masked_begin = begin
@@ -125,7 +127,7 @@ def masked_keys(blocks, c: tl.constexpr):
 
 @triton.jit
 def first_cached_key(block_m, n_queries, n_keys, pad, tile_mask, c: tl.constexpr):
-    """Return the first key of a cache that any row of a tile sees. `tile_mask`, `pad`: as in `cached_blocks`."""
+    """Return the first key of a cache that any row of a tile sees. Its arguments are those of `cached_blocks`."""
     group, window_left, _ = tile_mask
     begin = pad
     if c.HAS_LEFT:
@@ -135,7 +137,7 @@ def first_cached_key(block_m, n_queries, n_keys, pad, tile_mask, c: tl.constexpr
 
 @triton.jit
 def end_of_cached_keys(block_m, n_queries, n_keys, tile_mask, c: tl.constexpr):
-    """Return the end of the keys of a cache that any row of a tile sees. `tile_mask`: as in `cached_blocks`."""
+    """Return the end of the keys of a cache that any row of a tile sees. Its arguments are those of `cached_blocks`."""
     group, _, window_right = tile_mask
     end = n_keys
     if c.HAS_RIGHT:
@@ -146,10 +148,12 @@ def end_of_cached_keys(block_m, n_queries, n_keys, tile_mask, c: tl.constexpr):
 
 @triton.jit
 def cached_blocks(block_m, n_queries, n_keys, pad, tile_mask, c: tl.constexpr):
-    """Return the blocks of keys of a cache that a tile sees: (number of the first, counted from `pad`; how many).
+    """Return the blocks of keys of a cache that a tile sees: (number of the first one, how many).
 
-    Rows of a tile are token * group + head in the group. A tile that has rows gets at least one block, so that some
-    program writes its results. A tile without rows gets none.
+    The first `pad` of the sequence's n_keys keys are padding, which nobody sees: block 0 begins at key `pad`. Tile
+    `block_m` has rows [block_m * BLOCK_M, (block_m + 1) * BLOCK_M) of the sequence; row = token * group + head in the
+    group. A tile that has rows gets at least one block, so that some program writes its results. A tile without rows
+    gets none.
     """
     group, _, _ = tile_mask
     row0 = block_m * c.BLOCK_M

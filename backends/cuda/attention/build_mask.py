@@ -1,5 +1,9 @@
 """Block masks from terms (`diyfa.mask_terms`): lists and bits (`diyfa.block_lists`), without waiting for the device.
 
+A query sees a key if all comparisons of a term are true. `diyfa.mask_terms` has the table of comparisons, with the
+numbers and tensors of each in their order: `numbers[n]` is the first number of a comparison here, `tensors[t]` its
+tensor.
+
 1. `_ranges_kernel` finds the smallest and largest id of each block of keys, for each comparison "same".
 2. `_rows_kernel`: a program has one block of queries. It decides each key block by the positions of its corners: empty
    (no query can see a key), full (every query sees every key), or uncertain. It evaluates the pairs of uncertain blocks
@@ -42,7 +46,7 @@ STRIDES = tuple(f"stride_t{i}" for i in range(MAX_TENSORS))
 class MaskConstants(Constants):
     """Constants of the kernels."""
 
-    code: str  # names of the comparisons: "," between those of a term, "|" between terms, as in "band,same|before"
+    terms: str  # names of the comparisons: "," between those of a term, "|" between terms, as in "band,same|before"
     block_q: int  # queries of a block
     block_k: int  # keys of a block
     columns: int  # a power of two: at least as many as a row has blocks, or the longest list
@@ -50,45 +54,45 @@ class MaskConstants(Constants):
 
 
 @constexpr_function
-def _comparisons(code):
+def _comparisons(terms):
     """Return, for each term and each of its comparisons, (name, index of its first number, of its first tensor)."""
     # How many numbers each comparison has (`diyfa.mask_terms`). Three of them have a tensor.
     numbers = {"band": 2, "before": 1, "prefix": 0, "same": 0, "tiles": 9, "dense": 4, "function": 0}
     n, t = 0, 0
-    terms = []
-    for term in code.split("|"):
+    comparisons_by_term = []
+    for term in terms.split("|"):
         comparisons = []
         for name in term.split(","):
             comparisons.append((name, n, t))
             n += numbers[name]
             t += name in ("prefix", "same", "dense")
-        terms.append(tuple(comparisons))
-    return tuple(terms)
+        comparisons_by_term.append(tuple(comparisons))
+    return tuple(comparisons_by_term)
 
 
 @constexpr_function
-def _term_count(code):
-    return len(_comparisons(code))
+def _term_count(terms):
+    return len(_comparisons(terms))
 
 
 @constexpr_function
-def _comparison_count(code, term):
-    return len(_comparisons(code)[term])
+def _comparison_count(terms, term):
+    return len(_comparisons(terms)[term])
 
 
 @constexpr_function
-def _name(code, term, index):
-    return _comparisons(code)[term][index][0]
+def _name(terms, term, index):
+    return _comparisons(terms)[term][index][0]
 
 
 @constexpr_function
-def _first_number(code, term, index):
-    return _comparisons(code)[term][index][1]
+def _first_number(terms, term, index):
+    return _comparisons(terms)[term][index][1]
 
 
 @constexpr_function
-def _first_tensor(code, term, index):
-    return _comparisons(code)[term][index][2]
+def _first_tensor(terms, term, index):
+    return _comparisons(terms)[term][index][2]
 
 
 @triton.jit
@@ -122,9 +126,9 @@ def _sees(TERM: tl.constexpr, INDEX: tl.constexpr, b, h, i, j, shift, exists_i, 
     `inputs`: as `_rows_kernel` forms it. `shift`: Sk - Sq.
     """
     numbers, tensors, strides, _ = inputs
-    NAME: tl.constexpr = _name(c.CODE, TERM, INDEX)
-    n: tl.constexpr = _first_number(c.CODE, TERM, INDEX)
-    t: tl.constexpr = _first_tensor(c.CODE, TERM, INDEX)
+    NAME: tl.constexpr = _name(c.TERMS, TERM, INDEX)
+    n: tl.constexpr = _first_number(c.TERMS, TERM, INDEX)
+    t: tl.constexpr = _first_tensor(c.TERMS, TERM, INDEX)
     if NAME == "band":
         seen = (j >= i - numbers[n]) & (j <= i + numbers[n + 1])
     elif NAME == "before":
@@ -135,7 +139,7 @@ def _sees(TERM: tl.constexpr, INDEX: tl.constexpr, b, h, i, j, shift, exists_i, 
         ids = tensors[t] + b * strides[t]
         seen = tl.load(ids + i, mask=exists_i, other=0) == tl.load(ids + j, mask=exists_j, other=0)
     elif NAME == "tiles":
-        volume, tokens = numbers[n], numbers[n + 1]
+        volume, tokens = numbers[n], numbers[n + 1]  # tokens of a tile and of the grid; text follows the grid
         is_text = (i >= tokens) | (j >= tokens)
         seen = (is_text & (numbers[n + 2] != 0)) | ((is_text == 0) & _sees_tile(i // volume, j // volume, n, numbers))
     elif NAME == "function":
@@ -156,9 +160,9 @@ def _bounds(TERM: tl.constexpr, INDEX: tl.constexpr, b, rows, keys, block_j, inp
     `rows`: (first, last) position of the queries. `keys`: (first, last key of each block, number of key blocks).
     """
     numbers, tensors, strides, ranges = inputs
-    NAME: tl.constexpr = _name(c.CODE, TERM, INDEX)
-    n: tl.constexpr = _first_number(c.CODE, TERM, INDEX)
-    t: tl.constexpr = _first_tensor(c.CODE, TERM, INDEX)
+    NAME: tl.constexpr = _name(c.TERMS, TERM, INDEX)
+    n: tl.constexpr = _first_number(c.TERMS, TERM, INDEX)
+    t: tl.constexpr = _first_tensor(c.TERMS, TERM, INDEX)
     i0, i1 = rows
     j0, j1, nk = keys
     if NAME == "band":
@@ -243,12 +247,13 @@ def _rows_kernel(
     j0 = offs * c.BLOCK_K
     j1 = tl.minimum(j0 + c.BLOCK_K, seqlen_k) - 1
     some, every = offs < 0, offs < 0  # false: no term yet
-    for term in tl.static_range(_term_count(c.CODE)):
+    for term in tl.static_range(_term_count(c.TERMS)):
         term_some, term_every = offs >= 0, offs >= 0  # true: no comparison yet
-        for index in tl.static_range(_comparison_count(c.CODE, term)):
-            may_see, must_see = _bounds(term, index, b, (i0, i0 + n_rows - 1), (j0, j1, nk), offs, inputs, c)
-            term_some, term_every = term_some & may_see, term_every & must_see
+        for index in tl.static_range(_comparison_count(c.TERMS, term)):
+            some_of_one, every_of_one = _bounds(term, index, b, (i0, i0 + n_rows - 1), (j0, j1, nk), offs, inputs, c)
+            term_some, term_every = term_some & some_of_one, term_every & every_of_one
         some, every = some | term_some, every | term_every
+    # A block that extends beyond the last key is not full: its bits hide what lies there.
     codes = tl.where(every & (j0 + c.BLOCK_K <= seqlen_k), FULL, tl.where(some, UNCERTAIN, EMPTY))
 
     lists = blocks_ptr + head.to(tl.int64) * length
@@ -272,9 +277,9 @@ def _rows_kernel(
             i = i0 + rows[:, None, None]
             inside = exists_i & exists_j
             seen = inside & (i < i0)  # false, [ROWS, BLOCK_K / 32, 32]
-            for term in tl.static_range(_term_count(c.CODE)):
+            for term in tl.static_range(_term_count(c.TERMS)):
                 term_seen = inside
-                for index in tl.static_range(_comparison_count(c.CODE, term)):
+                for index in tl.static_range(_comparison_count(c.TERMS, term)):
                     term_seen &= _sees(term, index, b, h, i, j, shift, exists_i, exists_j, inputs, c)
                 seen |= term_seen
             word = tl.sum(seen.to(tl.int32) << bits, 2)  # [ROWS, BLOCK_K / 32]
@@ -345,10 +350,10 @@ def make_launches(
     nq, nk = n_blocks(seqlen_q, seqlen_k, block)
     comparisons = [comparison for term in terms for comparison in term]
     sources = [value_source(comparison.source, SPELLING) for comparison in comparisons if comparison.source]
-    code = "|".join(",".join(comparison.name for comparison in term) for term in terms)
+    names = "|".join(",".join(comparison.name for comparison in term) for term in terms)
     numbers = [number for comparison in comparisons for number in comparison.numbers]
     tensors = [(comparison.name, x) for comparison in comparisons for x in comparison.tensors]
-    c = MaskConstants(code, *block, columns_of(nk), *sources)
+    c = MaskConstants(names, *block, columns_of(nk), *sources)
     arguments: dict[str, Any] = {
         **dict.fromkeys((*TENSORS, *RANGES)), **dict.fromkeys((*STRIDES, *NUMBERS), 0), "blocks_ptr": blocks,
         "bits_ptr": bits, **dict(zip(NUMBERS, numbers, strict=False)), "heads": heads, "seqlen_q": seqlen_q,

@@ -432,9 +432,10 @@ def _decode_kernel(
     """Attend to the blocks of keys that the schedule (`stream_k.py`) gives this program.
 
     1. Find the program's share of the iteration space (SPLIT), or its tile or fixed chunk.
-    2. Walk along the share, from `position` to `share_end` on the line, and cut it into chunks, one for each tile and
-       head that it touches: blocks [begin, end), counted from `first`, the first block that the tile sees. For each
-       chunk load the queries, and attend to its blocks of keys.
+    2. Walk along the share, from `position` to `share_end` on the line, which counts blocks, and for each tile the cost
+       of its start. Cut the share into chunks, one for each tile and head that it touches: blocks [begin, end), counted
+       from `first`, the first block that the tile sees. A chunk takes `taken` on the line. For each chunk load the
+       queries, and attend to its blocks of keys.
     3. If the chunk is a whole tile, normalise the sums and write out and lse. Else write the sums to a slot of the
        workspace, for the combine kernel.
 
@@ -491,6 +492,7 @@ def _decode_kernel(
                     position, tile_start, share_end, n_blocks, work, cost, c.ONE_ROUND, c.SPLIT_COST
                 )
                 hk = tl.program_id(0) + head_round * heads_in_parallel
+                # Else the share ends in what the line counts for the tile besides its blocks: nothing to attend to.
                 if begin < end:
                     acc, l_i, m_i, rows = _attend_rows(
                         b, hk, block_m, first + begin, first + end, sequence, inputs, tile_mask, c

@@ -70,6 +70,7 @@ RUNTIME_SIZES = (
     "group",  # a variant for 1 has no loop over heads; ptxas serialises its wgmma in the dK/dV kernel (C7515)
 )  # fmt: skip
 WARPS_AT_ONCE = 8  # warps whose tiles fill the registers of a multiprocessor
+# Pointers whose alignment kernels are not specialised for: per-head numbers, and all optional tensors but a bias.
 UNALIGNED_POINTERS = ("per_head_ptr", *(f"{x.name}_ptr" for x in TENSORS if not isinstance(x.shape, Broadcast)))
 
 
@@ -323,7 +324,10 @@ def use_config(kind: str, config: Any) -> Iterator[None]:
 
 
 def choice() -> object:
-    """Return all that decides on a problem's tile besides the problem. Settled tiles are valid while it is equal."""
+    """Return all that decides on a problem's tile besides the problem. Settled tiles are valid while it is equal.
+
+    Inside `use_config` each result differs from every other, so nothing is repeated.
+    """
     return tune.state() if not _forced else object()
 
 
@@ -487,22 +491,24 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
         replay = make_replay(described, inputs, outputs, choice)
         if replay is None:
             return None
-        strides_now, missing, count = [x.stride() for x in inputs], [None] * (3 - len(owners)), len(owners)
+        first_strides, missing, count = [x.stride() for x in inputs], [None] * (3 - len(owners)), len(owners)
         sinks_index = None if tensors.sinks is None else next(i for i, x in enumerate(inputs) if x is tensors.sinks)
 
-        def run_again(*inputs: torch.Tensor) -> list[torch.Tensor | None] | None:
-            out, lse, dout, q, k, v, *_ = addresses = [x.data_ptr() for x in inputs]
-            if (out | lse | dout | q | k | v) & 15 or [x.stride() for x in inputs] != strides_now:
+        def run_again(*given: torch.Tensor) -> list[torch.Tensor | None] | None:
+            """`given`: out, lse, dout, q, k, v and the optional tensors of another call, as `inputs` of the first."""
+            addresses = [x.data_ptr() for x in given]
+            out_at, lse_at, dout_at, q_at, k_at, v_at, *_ = addresses
+            if (out_at | lse_at | dout_at | q_at | k_at | v_at) & 15 or [x.stride() for x in given] != first_strides:
                 return None
-            outputs = replay(addresses)
-            if outputs is None:
+            results = replay(addresses)  # the owners, and delta if there is one
+            if results is None:
                 return None
             dsinks = None
             if sinks_index is not None:
-                dsinks = torch.empty_like(inputs[sinks_index])
+                dsinks = torch.empty_like(given[sinks_index])
                 with on_device(dsinks):
-                    _fill_dsinks(inputs[sinks_index], inputs[1], outputs[count], dsinks)
-            return [*outputs[:count], *missing, *(dsinks if x.name == "sinks" else None for x in GRADIENTS)]
+                    _fill_dsinks(given[sinks_index], given[1], results[count], dsinks)
+            return [*results[:count], *missing, *(dsinks if x.name == "sinks" else None for x in GRADIENTS)]
 
         return run_again
 

@@ -1,8 +1,9 @@
 """Key blocks that many queries see, which the Hopper backward with a block mask begins first.
 
 A persistent program takes one key block after another. If one that takes many times the average begins late, all other
-programs are idle until it ends: the first tokens beside a window, which all queries see, took 1.7 times as long. A key
-block is *long* if it sees more than twice as many blocks of the mask as the average of its head.
+programs are idle until it ends. With a window and a few first tokens that all queries see, the pass took 1.7 times as
+long. A key block is *long* if more than twice as many of the mask's blocks of queries see it as see a key block of its
+head on average. Heads are heads of K; their query heads count together.
 
 `long_blocks` is one tensor int32: the number of long key blocks; the numbers of these, in any order; and for each
 number 1 if it is long, else 0. Numbers are those of `locate_key_block` (`hopper/bwd_tiles.py`).
@@ -33,10 +34,13 @@ def key_block_number(head, block_n, heads, blocks_n, interleaved_heads):
 
 @triton.jit
 def _count_seen(counts_ptr, start, group_size, stride_h, nq, nk):
-    """Return how many blocks of the mask key blocks [start, start + BLOCK) see in all heads of a group."""
+    """Return how many blocks of queries see key blocks [start, start + BLOCK), [BLOCK], in all heads of a group.
+
+    `counts_ptr`: the count of listed blocks, full and partial, in the list of key block 0 of the group's first head.
+    """
     block_n = start + tl.arange(0, BLOCK)
     n_seen = tl.zeros([BLOCK], tl.int32)
-    for _g in range(group_size):
+    for _ in range(group_size):
         at = counts_ptr + block_n.to(tl.int64) * (2 + nq)
         n_seen += tl.load(at, mask=block_n < nk, other=0)
         counts_ptr += stride_h
@@ -53,15 +57,18 @@ def _find_long_blocks_kernel(
     long_blocks_ptr,  # its first number is 0
     stride_maskb, stride_maskh,
     heads,  # batch * heads_kv
-    heads_kv,  # or subgroups of query heads of all of them
-    group_size, nq, nk, interleaved_heads,
+    heads_kv,  # of a sample; where programs divide groups of query heads (`bwd_partials.py`), the number of subgroups
+    group_size,  # query heads of a head of K, or of a subgroup
+    nq, nk,  # blocks of the mask: of queries, of keys
+    interleaved_heads,  # as in `locate_key_block`
 ):  # fmt: skip
-    """One head of K: write which of its key blocks are long."""
+    """Write which key blocks of one head of K are long."""
     head = tl.program_id(0)
     b = head // heads_kv
     h = head % heads_kv * group_size
     counts_ptr = mask_blocks_ptr + b.to(tl.int64) * stride_maskb + h.to(tl.int64) * stride_maskh
-    counts_ptr += nq * nk + nq * (2 + nk) + 1  # see `diyfa.block_lists`
+    # Behind nq * nk codes and nq lists of 2 + nk entries come the lists of key blocks; their second entry is the count.
+    counts_ptr += nq * nk + nq * (2 + nk) + 1
     total = 0.0
     for start in range(0, nk, BLOCK):
         total += tl.sum(_count_seen(counts_ptr, start, group_size, stride_maskh, nq, nk).to(tl.float32))
@@ -72,7 +79,7 @@ def _find_long_blocks_kernel(
         block_n = start + tl.arange(0, BLOCK)
         number = key_block_number(head, block_n, heads, nk, interleaved_heads)
         tl.store(flags_ptr + number, is_long, mask=block_n < nk)
-        first = tl.atomic_add(long_blocks_ptr, tl.sum(is_long))
+        first = tl.atomic_add(long_blocks_ptr, tl.sum(is_long))  # programs of other heads add theirs, too
         tl.store(long_blocks_ptr + 1 + first + tl.cumsum(is_long) - is_long, number, mask=is_long != 0)
 
 

@@ -1,21 +1,24 @@
 """Quantise q, k or v to float8 or int8 in one to three passes over its rows (`diyfa.quantization`).
 
-1. With `smooth`, `_sum_kernel` sums chunks of rows and `_mean_kernel` makes the mean of them. They take each column's
-   extremes along, which say the largest magnitude, unless the rows are rotated.
-2. Otherwise `_quantize_kernel` with MEASURE takes the largest magnitude of all rows that share a descale.
-3. `_quantize_kernel` with GIVEN multiplies by the descale's reciprocal and rounds.
+1. With `smooth`, `_sum_kernel` adds up chunks of rows, and `_mean_kernel` makes the mean of these sums.
+2. The largest magnitude of all rows that share a descale is measured. With `smooth` and without rotation the kernels of
+   step 1 do it: in a column, x - mean is furthest from 0 at the column's smallest or largest value, so they find these
+   two beside the sum, and no other pass is needed. Rotated rows have other extremes. For these, and without `smooth`,
+   `_quantize_kernel` with MEASURE reads all rows.
+3. `_quantize_kernel` with GIVEN multiplies rows by the descale's reciprocal and rounds them.
 
-With one descale for each block, one launch with ALONE takes the place of 2 and 3: each program makes the descale of its
-own block.
+With one descale for each block, one launch with ALONE takes the place of 2 and 3: each program measures its own blocks.
 
-In each pass a program rotates its rows, if asked, then subtracts the mean. The Hadamard matrix of D columns is the
-Kronecker product of two smaller ones, of D / PART and of PART columns. So parts of PART columns are multiplied by the
-smaller matrix of 1 and -1, in which products of elements are exact, and then added and subtracted as wholes. The mean
-is not subtracted before: rotation is linear, so the mean of rotated rows is the rotated mean. To make the matrix takes
-more instructions than to rotate a block of 64 rows, so a program rotates several blocks with it.
+**Rotation.** `_quantize_kernel` rotates the rows that it reads, if asked, then subtracts the mean. Rotation is linear:
+the mean of rotated rows is the rotated mean, so `_mean_kernel` rotates that vector alone. The Hadamard matrix of D
+columns is the Kronecker product of two smaller ones, of D / SLICE and of SLICE columns. So each slice of SLICE columns
+is multiplied by the smaller matrix, whose elements 1 and -1 make products exact, and then whole slices are added and
+subtracted. Making the matrix takes more instructions than rotating a block of 64 rows, so a program rotates several
+blocks with it.
 
-Integer and logical instructions, comparisons and conversions, of which an SM starts 64 in a cycle, bind these kernels,
-not memory, if there are more than about five of them for a number.
+**Speed.** These kernels have little work for each number. Memory limits them only if that work has at most about five
+instructions of the slow kind: integer and logical instructions, comparisons and conversions, of which an SM starts 64
+in a cycle.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from diyfa.problem import Launch
 
 SUMMED_ROWS = 512  # rows of a chunk, which one program of `_sum_kernel` adds up
 ROWS_PER_CHUNK = tl.constexpr(SUMMED_ROWS)
-ROTATED_COLUMNS = 64  # columns of a part of rotated rows, or a quarter of D. With 32 a call takes 1.17 times as long.
+# Columns of a slice of rotated rows; a quarter of D, if that is more. With 32 a call takes 1.17 times as long.
+ROTATED_COLUMNS = 64
 ROTATED_BLOCKS = 4  # blocks that share a program's Hadamard matrix
 PREFETCHED_BYTES = 65536  # for blocks that are copied ahead; with the matrix they fit the shared memory of every GPU
 MEASURE, ALONE, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -55,8 +59,8 @@ class QuantizeConstants(Constants):
     block_m: int  # rows of a block
     block_d: int
     blocks: int  # blocks of a program, one after another
-    part: int  # columns of a part of the rows: all of them, or with a rotation those of one product
-    mode: int  # MEASURE, ALONE or GIVEN (see above)
+    slice: int  # columns of a slice of the rows: all of them, or with a rotation those of one product
+    mode: int  # MEASURE, ALONE or GIVEN (see above); the kernels of the mean measure with MEASURE only
     kind: int  # kind of descale: PER_TENSOR, PER_HEAD or PER_BLOCK
     rotate: bool
     smooth: bool
@@ -76,7 +80,7 @@ def _hadamard(N: tl.constexpr):
 
 @triton.jit
 def _load(base, rows, columns, stride_m, n_rows, c: tl.constexpr):
-    """Return rows of x. Behind the last row it is repeated, which changes no largest magnitude."""
+    """Return rows of x [rows, columns]. Rows beyond the last repeat it, which changes no largest magnitude."""
     rows = tl.minimum(rows, n_rows - 1).to(tl.int64)
     pointers = base + rows[:, None] * stride_m + columns[None, :]
     if c.BLOCK_D == c.HEAD_DIM:
@@ -85,35 +89,38 @@ def _load(base, rows, columns, stride_m, n_rows, c: tl.constexpr):
 
 
 @triton.jit
-def _sums_and_differences(parts, BIT: tl.constexpr):
-    """Return the sum and the difference of each two parts whose numbers differ in the bit of value BIT."""
-    found = ()  # type: tuple[Any, ...]
-    for i in tl.static_range(len(parts)):
+def _sums_and_differences(slices, BIT: tl.constexpr):
+    """Replace each two slices whose indices differ only in the bit of value BIT by their sum and their difference."""
+    results = ()  # type: tuple[Any, ...]
+    for i in tl.static_range(len(slices)):
         if i & BIT:
-            found += (parts[i ^ BIT] - parts[i],)
+            results += (slices[i ^ BIT] - slices[i],)
         else:
-            found += (parts[i] + parts[i ^ BIT],)
-    return found
+            results += (slices[i] + slices[i ^ BIT],)
+    return results
 
 
 @triton.jit
-def _load_parts(base, rows, stride_m, n_rows, matrix, scale, c: tl.constexpr):
-    """Return rows of x, rotated if asked, as a tuple of parts [BLOCK_M, PART] fp32. `scale`: 1 / sqrt(D)."""
-    parts = ()  # type: tuple[Any, ...]
-    for first in tl.static_range(0, c.BLOCK_D, c.PART):
-        columns = first + tl.arange(0, c.PART)
+def _load_slices(base, rows, stride_m, n_rows, matrix, scale, c: tl.constexpr):
+    """Return rows of x, rotated if asked, as a tuple of slices [BLOCK_M, SLICE] fp32.
+
+    `matrix`: the Hadamard matrix [SLICE, SLICE] of 1 and -1. `scale`: 1 / sqrt(D).
+    """
+    slices = ()  # type: tuple[Any, ...]
+    for first in tl.static_range(0, c.BLOCK_D, c.SLICE):
+        columns = first + tl.arange(0, c.SLICE)
         x = _load(base, rows, columns, stride_m, n_rows, c)
         if c.ROTATE:
-            zero = tl.zeros([c.BLOCK_M, c.PART], tl.float32)
+            zero = tl.zeros([c.BLOCK_M, c.SLICE], tl.float32)
             x = dot_add(x, matrix, zero, c.PRECISION)
             x = tl.where((columns < c.HEAD_DIM)[None, :], x * scale, 0.0)
-        parts += (x.to(tl.float32),)
+        slices += (x.to(tl.float32),)
     if c.ROTATE:
         BITS: tl.constexpr = (1, 2, 4, 8, 16)
         for n in tl.static_range(len(BITS)):
-            if BITS[n] < len(parts):
-                parts = _sums_and_differences(parts, BITS[n])
-    return parts
+            if BITS[n] < len(slices):
+                slices = _sums_and_differences(slices, BITS[n])
+    return slices
 
 
 @triton.jit
@@ -134,7 +141,10 @@ def _descale(magnitude, c: tl.constexpr):
 def _sum_kernel(
     x_ptr, sums_ptr, stride_xb, stride_xh, stride_xm, heads, n_rows, chunks, c: tl.constexpr,
 ):  # fmt: skip
-    """Write sums of the columns of a chunk of rows of a head to sums (B, H, chunks, 3, D); MEASURE: extremes, too."""
+    """Write the sum of each column over a chunk of rows of a head to sums (B, H, chunks, 3, D).
+
+    Of the 3, index 0 is the sum. MEASURE: index 1 is the column's smallest value in the chunk, index 2 its largest.
+    """
     pid = tl.program_id(0)
     head, chunk = (pid // chunks).to(tl.int64), pid % chunks
     base = x_ptr + head // heads * stride_xb + head % heads * stride_xh
@@ -172,9 +182,10 @@ def _rotated(x, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=("heads", "n_rows", "group", "chunks"))
 def _mean_kernel(sums_ptr, mean_ptr, magnitude_ptr, heads, n_rows, group, chunks, scale, c: tl.constexpr):
-    """Write the mean of a head, rotated if asked, to `mean` (B, H, D). MEASURE: measure x - mean, too.
+    """Write the mean of a head, rotated if asked, to `mean` (B, H, D), from the sums of `_sum_kernel`.
 
-    Rounding keeps the order of numbers, so x - mean is furthest from 0 at an extreme of a column.
+    MEASURE: also raise `magnitude` to the largest |x - mean|. It is at the smallest or largest value of a column, since
+    rounding keeps the order of numbers. `scale`: 1 / sqrt(D).
     """
     head = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, c.BLOCK_D)
@@ -188,8 +199,7 @@ def _mean_kernel(sums_ptr, mean_ptr, magnitude_ptr, heads, n_rows, group, chunks
         total += tl.sum(tl.load(source, mask=inside, other=0.0), 0)
         if c.MODE == MEASURE:
             smallest = tl.minimum(smallest, tl.min(tl.load(source + c.HEAD_DIM, mask=inside, other=float("inf")), 0))
-            found = tl.load(source + 2 * c.HEAD_DIM, mask=inside, other=float("-inf"))
-            largest = tl.maximum(largest, tl.max(found, 0))
+            largest = tl.maximum(largest, tl.max(tl.load(source + 2 * c.HEAD_DIM, mask=inside, other=float("-inf")), 0))
     mean = tl.div_rn(total, n_rows.to(tl.float32))
     if c.ROTATE:
         mean = _rotated(mean, c.BLOCK_D) * scale
@@ -210,11 +220,14 @@ def _quantize_kernel(
     scale,  # of the matrix: 1 / sqrt(D)
     c: tl.constexpr,
 ):  # fmt: skip
-    """Quantise BLOCKS blocks of BLOCK_M rows of a head of x (B, H, S, D) to `values`, or measure them.
+    """Quantise BLOCKS blocks of BLOCK_M rows of a head of x (B, H, S, D) to `values` (B, H, S, D), or measure them.
 
-    `mean`: (B, H, D), rotated. `magnitude`: the largest one for each descale, as an integer. It is one number or
-    (B, H // group), and starts at 0. MEASURE: fill `magnitude`. GIVEN: read it, and write `descale`. ALONE: write the
-    descales of blocks to `descale` (B, H, blocks).
+    `mean`: (B, H, D), rotated if rows are. `magnitude`: for each descale the largest magnitude, the bits of an fp32
+    number as int32. It is one number or (B, H // group), and starts at 0.
+
+    * MEASURE: raise `magnitude` to that of these rows.
+    * GIVEN: read `magnitude`, write the `descale` that follows from it, one number or (B, H // group), and quantise.
+    * ALONE: write the descale of each block to `descale` (B, H, blocks), and quantise.
     """
     blocks = tl.cdiv(n_rows, c.BLOCK_M)
     programs = tl.cdiv(blocks, c.BLOCKS)  # of a head
@@ -225,7 +238,7 @@ def _quantize_kernel(
     b, h = head // heads, head % heads
     base = x_ptr + b * stride_xb + h * stride_xh
     if c.ROTATE:
-        matrix = _hadamard(c.PART).to(x_ptr.dtype.element_ty)
+        matrix = _hadamard(c.SLICE).to(x_ptr.dtype.element_ty)
     else:
         matrix = None
     descale = 1.0
@@ -237,19 +250,19 @@ def _quantize_kernel(
     first_block = pid % programs * c.BLOCKS
     for block in range(first_block, tl.minimum(first_block + c.BLOCKS, blocks)):
         rows = block * c.BLOCK_M + tl.arange(0, c.BLOCK_M)
-        parts = _load_parts(base, rows, stride_xm, n_rows, matrix, scale, c)
+        slices = _load_slices(base, rows, stride_xm, n_rows, matrix, scale, c)
         if c.SMOOTH:
             smoothed = ()  # type: tuple[Any, ...]
-            for n in tl.static_range(len(parts)):
-                columns = n * c.PART + tl.arange(0, c.PART)
+            for n in tl.static_range(len(slices)):
+                columns = n * c.SLICE + tl.arange(0, c.SLICE)
                 mean = tl.load(mean_ptr + head * c.HEAD_DIM + columns, mask=columns < c.HEAD_DIM, other=0.0)
-                smoothed += (parts[n] - mean[None, :],)
-            parts = smoothed
+                smoothed += (slices[n] - mean[None, :],)
+            slices = smoothed
         if c.MODE != GIVEN:
             # An integer comparison puts NaN above infinity. `tl.max` of numbers would ignore it.
-            largest = tl.abs(parts[0]).to(tl.int32, bitcast=True)
-            for n in tl.static_range(1, len(parts)):
-                largest = tl.maximum(largest, tl.abs(parts[n]).to(tl.int32, bitcast=True))
+            largest = tl.abs(slices[0]).to(tl.int32, bitcast=True)
+            for n in tl.static_range(1, len(slices)):
+                largest = tl.maximum(largest, tl.abs(slices[n]).to(tl.int32, bitcast=True))
             # Over both axes at once: for sm_100 Triton 3.6 compiles no two reductions of a product one after another.
             magnitude = tl.max(largest)
             if c.MODE == MEASURE:
@@ -259,12 +272,12 @@ def _quantize_kernel(
                 tl.store(descale_ptr + head * blocks + block, descale)
         if c.MODE != MEASURE:
             target = values_ptr + b * stride_vb + h * stride_vh + rows.to(tl.int64)[:, None] * stride_vm
-            for n in tl.static_range(len(parts)):
+            for n in tl.static_range(len(slices)):
                 # At most LARGEST after rounding, because no magnitude is larger than descale * LARGEST.
-                y = parts[n] * (1.0 / descale)
+                y = slices[n] * (1.0 / descale)
                 if c.INTEGERS:
                     y = tl.where(y == y, (y + ROUNDING) - ROUNDING, 0.0)
-                columns = n * c.PART + tl.arange(0, c.PART)
+                columns = n * c.SLICE + tl.arange(0, c.SLICE)
                 inside = (rows < n_rows)[:, None] & (columns < c.HEAD_DIM)[None, :]
                 tl.store(target + columns[None, :], round_to(y, values_ptr.dtype.element_ty), mask=inside)
 
@@ -278,7 +291,7 @@ def constants(x: torch.Tensor, scheme: Scheme, mode: int) -> QuantizeConstants:
         block_m=block_m,
         block_d=block_d,
         blocks=ROTATED_BLOCKS if scheme.rotate else 1,
-        part=min(block_d, max(ROTATED_COLUMNS, block_d // 4)) if scheme.rotate else block_d,
+        slice=min(block_d, max(ROTATED_COLUMNS, block_d // 4)) if scheme.rotate else block_d,
         mode=mode,
         kind=scheme.kind,
         rotate=scheme.rotate,

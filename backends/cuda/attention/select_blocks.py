@@ -83,10 +83,11 @@ def _select_kernel(
     length,  # `list_length`: entries of `mask_blocks` for one head
     c: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of BLOCK_M blocks of queries of a head: of all their key blocks.
+    """Write the codes of all key blocks for BLOCK_M blocks of queries of a head.
 
-    `topk`, `sinks` and `local` are those of `diyfa.select_blocks`. BY_GROUP: scores are summed over the `group` query
-    heads of a KV head. The bits of an edge block have the index block_i * EDGES + its number among the edge blocks.
+    `topk`, `sinks` and `local` are those of `diyfa.select_blocks`, in key blocks. BY_GROUP: scores are summed over the
+    `group` query heads of a KV head. The code of a chosen edge block is the index of its bits: block_i * EDGES + its
+    number among the edge blocks of block_i.
     """
     nq, nk = tl.cdiv(seqlen_q, c.BLOCK_Q), tl.cdiv(seqlen_k, c.BLOCK_K)
     tiles = tl.cdiv(nq, c.BLOCK_M)
@@ -109,9 +110,11 @@ def _select_kernel(
     key = (offs * c.BLOCK_K)[None, :]
     exists = (block_i < nq)[:, None] & (offs < nk)[None, :]
     eligible = exists & (key <= last) if c.CAUSAL else exists
+    # The first `sinks` key blocks are always on, and so are those on the diagonal with local - 1 on either side of it.
+    # They do not count towards topk.
     margin = (local - 1) * c.BLOCK_K
     is_near = (local > 0) & (key + c.BLOCK_K + margin > first) & (key - margin <= last)
-    chosen = eligible & ((offs < sinks)[None, :] | is_near)  # blocks that are always on do not count towards topk
+    chosen = eligible & ((offs < sinks)[None, :] | is_near)
     scores = tl.where(eligible & (chosen == 0), scores, float("-inf"))
     for _ in range(topk):
         largest = tl.max(scores, 1)[:, None]
@@ -121,11 +124,11 @@ def _select_kernel(
         scores = tl.where(is_next, float("-inf"), scores)
 
     is_full = key + c.BLOCK_K <= seqlen_k
-    first_edge = (nk - 1) + first * 0
+    first_edge = (nk - 1) + first * 0  # [BLOCK_M, 1]: without a causal mask only the end of the keys cuts a block
     if c.CAUSAL:
         is_full = is_full & (key + (c.BLOCK_K - 1) <= first)
         first_edge = tl.maximum(first, 0) // c.BLOCK_K
-    edge = block_i[:, None] * c.EDGES + offs[None, :] - first_edge
+    edge = block_i[:, None] * c.EDGES + offs[None, :] - first_edge  # index of the bits, of edge blocks
     codes = tl.where(chosen, tl.where(is_full, FULL, edge), EMPTY)
     lists = blocks_ptr + head.to(tl.int64) * length
     tl.store(lists + block_i[:, None] * nk + offs[None, :], codes, mask=exists)

@@ -163,8 +163,8 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
     3. copy K and V, to buffers that are free since then, and the other blocks of queries of all heads of the group;
     4. announce the chunk of dQ that comes with the block (`RollingDq`).
 
-    With a block mask the first numbers are long blocks of keys (`attention/long_blocks.py`), which are skipped where
-    they would come otherwise.
+    The drawn `index` is the number of a block of keys (`locate_key_block`). With a block mask, which excludes ROLLING,
+    the long blocks of keys (`attention/long_blocks.py`) come first, then all blocks without these.
     """
     config: gl.constexpr = shared.config
     n_blocks = gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * sizes.batch * (sizes.heads_q // sizes.group_size)
@@ -181,20 +181,20 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
     iteration = 0  # blocks of keys so far
     words_item = 0  # blocks of queries with words so far
     while index < count:
-        number = index - n_long
-        exists = True
+        number = index - n_long  # of the block of keys, in `locate_key_block`
+        is_visited = True
         if config.MASK_Q > 0:
             if index < n_long:
                 number = gl.load(long_blocks_ptr + 1 + index)
             else:
-                exists = gl.load(long_blocks_ptr + 1 + n_blocks + number) == 0
+                is_visited = gl.load(long_blocks_ptr + 1 + n_blocks + number) == 0  # not if it is long
         keys = locate_key_block(number, sizes, config)
         if config.LENGTHS == PACKED:
-            exists = keys.col0 < keys.n_keys
-        if exists:
+            is_visited = keys.col0 < keys.n_keys
+        if is_visited:
             h = keys.hk * sizes.group_size
             seen = keys.seen_by(h, sizes, config)
-            n = seen.end - seen.begin
+            n = seen.end - seen.begin  # blocks of queries that see these keys
             if n > 0:
                 _load_block(seen, h, 0, item, words_item, sizes, shared, inputs)
             chunk = rolling_dq.chunk_with(index)
@@ -243,7 +243,7 @@ def _adder(CONSUMER: gl.constexpr, sizes, shared, gradients, rolling_dq, dq_tens
             first = first_query_block(keys.b, h, keys.first_q, sizes, config.BLOCK_M, config.LENGTHS)
             first_dq_block = first
             if config.ROLLING:
-                first_dq_block = rolling_dq.first_query_block(head, g)
+                first_dq_block = rolling_dq.first_dq_block(head, g)
             for i in range(seen.end - seen.begin):
                 block = seen.block(i)
                 half = (first + block) * CONSUMER_COUNT + CONSUMER
@@ -302,7 +302,11 @@ def _start_gradient(weights, buffers, stage, x, config: gl.constexpr):
 
 @gluon.jit
 def _start_dq(shared, gradients, item, zero, c: gl.constexpr):
-    """Start a consumer's half of dS K, [64, COLUMNS]: COLUMNS of its columns, or with one box 64 of the queries."""
+    """Start consumer c's half of dQ = dS K, [64, COLUMNS].
+
+    With several boxes BLOCK_M is 64, and the half is box c of the columns of all queries. With one box BLOCK_M is 128,
+    and the half is 64 queries, of all columns.
+    """
     config: gl.constexpr = shared.config
     stage = item % DS_STAGES
     COLUMN_BOX: gl.constexpr = c if config.BOXES > 1 else 0
@@ -321,7 +325,7 @@ def _start_dq(shared, gradients, item, zero, c: gl.constexpr):
 def _add_query_blocks(
     consumer, gradients, start, end,
     dk, dv,  # [64, D] fp32, `_zero_gradient`
-    item,  # number of the block among those of all heads
+    item,  # of block `start`: blocks of queries before it, of all heads and of all blocks of keys
     words_item,  # as in `_load_block`
     MASKED: gl.constexpr,
 ):  # fmt: skip

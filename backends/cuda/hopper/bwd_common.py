@@ -176,7 +176,7 @@ def allocate_shared(q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor, 
     )
     keys = allocate_channel(1, 1, 0, KEY_TILES)
     values = allocate_channel(1, 1, 0, KEY_TILES)
-    queries = allocate_channel(config.STAGES, 2, CONSUMER_COUNT * WARPS)
+    queries = allocate_channel(config.STAGES, 2, CONSUMER_COUNT * WARPS)  # filled by the statistics and by Q
     douts = allocate_channel(config.STAGES, 1, 0)
     if config.MASK_Q > 0:
         mask_words = allocate_mask_words(config)
@@ -200,8 +200,9 @@ def load_keys(keys, sizes, shared, inputs):
     config: gl.constexpr = shared.config
     RAGGED: gl.constexpr = config.LENGTHS != EQUAL
     b = keys.b
-    heads = inputs.k_tensor.shape[len(inputs.k_tensor.block_shape) - 3]
-    hk = keys.hk // (sizes.heads_q // sizes.group_size // heads.to(gl.int32))
+    heads_k = inputs.k_tensor.shape[len(inputs.k_tensor.block_shape) - 3].to(gl.int32)
+    chunks_per_head = sizes.heads_q // sizes.group_size // heads_k
+    hk = keys.hk // chunks_per_head
     end_k = sequence_end(b, keys.first_k, keys.n_keys, inputs.steps_kb, inputs.steps_kn, config.LENGTHS)
     end_v = sequence_end(b, keys.first_k, keys.n_keys, inputs.steps_vb, inputs.steps_vn, config.LENGTHS)
     for c in gl.static_range(config.BLOCK_N // ROWS):
@@ -315,7 +316,7 @@ def start_product(
 ):  # fmt: skip
     """Start left rightᵀ, [64, COLUMNS], of two tiles of BOXES boxes.
 
-    It adds up over the first USED boxes, and over the first LAST_COLUMNS columns of the last of them.
+    The sum is over the first USED boxes of columns, and of the last of these over its first LAST_COLUMNS columns.
     """
     s = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
     for j in gl.static_range(USED):
@@ -327,13 +328,13 @@ def start_product(
 
 @gluon.jit
 def scale_in_log2(scale, SOFTCAP: gl.constexpr):
-    """The factor of products in `exponents`. Its tanh(x) is formed of exp(2x), hence the 2 with a softcap."""
+    """Return the `scale` of `exponents`. With a softcap that forms tanh(x) from exp(2x), hence the 2."""
     return scale * (2.0 * LOG2E) if SOFTCAP else scale * LOG2E
 
 
 @gluon.jit
 def exponents(s, lse, scale, cap, SOFTCAP: gl.constexpr):
-    """Products s -> (scores - lse in units of log2, tanh of the softcap)."""
+    """Return (x, t) of products s: x, the scores minus lse in units of log2; t, the tanh of the softcap, or 0."""
     if SOFTCAP:
         t = 1.0 - 2.0 * reciprocal_of_exp2(s * scale)
         x = t * cap - lse
@@ -351,10 +352,11 @@ def with_derivative(p, t, SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def _positions(s, start_m, consumer):
-    """Return (key [64, 1], diagonal [64, 1], column [1, BLOCK_M]) of a block of scores; its columns are queries.
+    """Return (key [64, 1], diagonal [64, 1], column [1, BLOCK_M]) of a block of scores, whose columns are queries.
 
-    A key is aligned with the query in column `diagonal`. `diagonal` and `column` lack the lane's summand
-    (`split_columns`), which their difference does not need. So `column` is known when the kernel is compiled.
+    The key of a row is aligned with the query whose column is `diagonal`. A column is a constant plus a summand that
+    only the lane decides (`split_columns`). `column` leaves that summand out, so it is known when the kernel is
+    compiled; `diagonal` leaves it out, too, so the difference of both is right.
     """
     keys = consumer.keys
     lane, column = split_columns(s)

@@ -30,14 +30,15 @@ class QueryList:
     n_full: gl.tensor  # full blocks of the mask
     n_masked: gl.tensor  # blocks of BLOCK_M queries in partial blocks of the mask
     n_blocks: gl.tensor  # all blocks of BLOCK_M queries
-    SPLIT: gl.constexpr
+    SPLIT: gl.constexpr  # 1 or 2: blocks of BLOCK_M queries in a block of the mask
     WORDS: gl.constexpr  # words of a query in a block of the mask
 
     @gluon.jit
     def block(self, i):
         """Return the number of the i-th block of queries. Those of partial blocks come first, unlike in the list."""
-        at = gl.where(i < self.n_masked, self.n_full * self.SPLIT + i, i - self.n_masked)
-        return gl.load(self.list_ptr + at // self.SPLIT) * self.SPLIT + at % self.SPLIT
+        # Position in the list, counted in blocks of BLOCK_M queries.
+        position = gl.where(i < self.n_masked, self.n_full * self.SPLIT + i, i - self.n_masked)
+        return gl.load(self.list_ptr + position // self.SPLIT) * self.SPLIT + position % self.SPLIT
 
     @gluon.jit
     def words(self, block, BLOCK_M: gl.constexpr):
@@ -81,7 +82,8 @@ def query_list(b, h, col0, sizes, config: gl.constexpr):
 class MaskWords:
     """The words of a block of queries in a partial block of the mask, from the producer to the consumers.
 
-    Consumers read them at the beginning of a block. So one stage is enough: it is filled for the next block meanwhile.
+    Consumers read them at the beginning of a block and release them. So one stage is enough: the producer fills it for
+    the next block while the consumers go on with this one.
     """
 
     buffers: gl.shared_memory_descriptor  # [consumers, words of a query for a consumer's keys, BLOCK_M] int32
@@ -95,10 +97,10 @@ class MaskWords:
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS, 1], [1, 32], [1, 1], [0, 1])
         word = gl.arange(0, WORDS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
         row = gl.arange(0, self.buffers.shape[2], layout=gl.SliceLayout(0, LAYOUT))[None, :]
-        at = words_ptr + row * (CONSUMERS * WORDS) + word
+        addresses = words_ptr + row * (CONSUMERS * WORDS) + word
         words = ()
         for c in gl.static_range(CONSUMERS):
-            words += (gl.load(at + c * WORDS),)
+            words += (gl.load(addresses + c * WORDS),)
         self.channel.acquire(item)
         for c in gl.static_range(CONSUMERS):
             self.buffers.index(c).store(words[c])
@@ -111,7 +113,8 @@ class MaskWords:
         self.channel.wait(item)
         words = self.buffers.index(CONSUMER).load(gl.SliceLayout(1, LAYOUT))
         self.channel.release(item)
-        # A thread has two keys of a word, 8 apart. That distance is a constant here, so a word is shifted once.
+        # A thread has two keys of a word, which differ in bit 3: they are 8 apart. It shifts the word by the other bits
+        # of the key once for both; the shift by 0 or 8 is known when the kernel is compiled.
         key = gl.arange(0, WORD, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
         is_visible = (words[:, None, :] >> (key & ~8) >> (key & 8)) & 1 != 0
         return gl.convert_layout(is_visible.reshape(s.shape), s.type.layout, assert_trivial=True)

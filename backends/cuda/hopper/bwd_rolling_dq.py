@@ -3,7 +3,7 @@
 Without it the fp32 dQ of all queries is cleared, added up, and read again by `_convert_kernel`. That takes 75 us for
 16384 tokens of 2048 columns. Rolling dQ needs memory for `slots` heads only, which stays in the L2 cache, and no other
 kernel. `bwd.py` calls one method of `RollingDq` wherever a role has to do something for it. Unless ROLLING, the methods
-do nothing. ROLLING excludes seq_lens, packed sequences and softcap.
+do nothing. ROLLING excludes seq_lens, packed sequences, softcap and block masks.
 
 * "Head" is a head of K here. It stands for all query heads of its group, or of a chunk of the group
 (`bwd_partials.py`).
@@ -49,13 +49,13 @@ class RollingDq:
 
     @gluon.jit
     def locate_chunk(self, number, CONSUMER: gl.constexpr):
-        """The consumer's halves of chunk `number`; no blocks if it is -1."""
-        chunks = gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)  # of a head
-        count = self.sizes.group_size * gl.cdiv(self.sizes.seqlen_q, self.config.BLOCK_M)  # blocks of queries of a head
-        blocks_per_chunk = gl.cdiv(count, chunks)
-        start = number % chunks * blocks_per_chunk
-        end = gl.where(number >= 0, gl.minimum(start + blocks_per_chunk, count), start)
-        return DqChunk(number // chunks, start, end, CONSUMER)
+        """Return the consumer's halves of chunk `number` of all heads; no blocks if it is -1."""
+        chunks_per_head = gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)
+        blocks_per_head = self.sizes.group_size * gl.cdiv(self.sizes.seqlen_q, self.config.BLOCK_M)  # of queries
+        blocks_per_chunk = gl.cdiv(blocks_per_head, chunks_per_head)
+        start = number % chunks_per_head * blocks_per_chunk
+        end = gl.where(number >= 0, gl.minimum(start + blocks_per_chunk, blocks_per_head), start)
+        return DqChunk(number // chunks_per_head, start, end, CONSUMER)
 
     # ---- the producer
 
@@ -72,8 +72,8 @@ class RollingDq:
         """Wait until adders have added all blocks of keys of the chunk's head. Tell the consumers."""
         if self.config.ROLLING:
             if chunk >= 0:
-                chunks = gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)
-                wait_until_equal(self.counts_ptr + (chunk // chunks).to(gl.int64) * 2, chunks * CONSUMER_COUNT)
+                blocks = gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)  # of keys of a head: as many as chunks
+                wait_until_equal(self.counts_ptr + (chunk // blocks).to(gl.int64) * 2, blocks * CONSUMER_COUNT)
             self.added.signal(iteration)
 
     @gluon.jit
@@ -91,8 +91,8 @@ class RollingDq:
     # ---- the adders
 
     @gluon.jit
-    def first_query_block(self, head, g):
-        """The first block of queries of the g-th query head of a head: its number in the memory of all slots."""
+    def first_dq_block(self, head, g):
+        """The number of the first block of fp32 dQ of a head's g-th query head, counted through all slots."""
         blocks_m = gl.cdiv(self.sizes.seqlen_q, self.config.BLOCK_M)
         return head % self.slots * (self.sizes.group_size * blocks_m) + g * blocks_m
 
@@ -144,7 +144,11 @@ class RollingDq:
 
     @gluon.jit
     def convert(self, chunk, first_dq, iteration, CONSUMER: gl.constexpr, item, gradients, sm_scale):
-        """Convert a chunk, through the buffer of the next `item` of `gradients.dq`. `first_dq`: from `load_first`."""
+        """Convert a chunk. `first_dq`: from `load_first`.
+
+        The chunk leaves through the memory of `gradients.dq`, which is free once the adder has taken the item before
+        `item`. Nothing is committed: the next half of dQ is still item `item`.
+        """
         if self.config.ROLLING:
             gradients.dq.pick(CONSUMER).acquire(item)
             self.locate_chunk(chunk, CONSUMER).store(first_dq, self, gradients.dq_boxes, sm_scale)
@@ -176,7 +180,7 @@ class DqChunk:
     def pointers(self, i, rolling_dq):
         """The addresses [HALF_DQ] of the half of block i."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-        half = (rolling_dq.first_query_block(self.head, 0) + i).to(gl.int64) * CONSUMER_COUNT + self.CONSUMER
+        half = (rolling_dq.first_dq_block(self.head, 0) + i).to(gl.int64) * CONSUMER_COUNT + self.CONSUMER
         return rolling_dq.pointer + half * HALF_DQ + gl.arange(0, HALF_DQ, layout=LAYOUT)
 
     @gluon.jit
@@ -184,8 +188,8 @@ class DqChunk:
         """The fp32 dQ of the next BLOCK_N queries, from block i on: a tuple of [HALF_DQ] for each block."""
         dq = ()
         for j in gl.static_range(rolling_dq.config.BLOCK_N // rolling_dq.config.BLOCK_M):
-            at = self.pointers(i + j, rolling_dq)
-            dq += (gl.load(at, mask=i + j < self.end, cache_modifier=".cg"),)  # added up in the L2 cache
+            addresses = self.pointers(i + j, rolling_dq)
+            dq += (gl.load(addresses, mask=i + j < self.end, cache_modifier=".cg"),)  # added up in the L2 cache
         return dq
 
     @gluon.jit

@@ -20,9 +20,9 @@ keys (`split_cost`).
   shared memory.
 * The second consumer forms the right half of the sums, while the first one computes exponentials.
 
-With one wait, the first consumer waits for the scores of a block and for its half of the sums of the block before. It
-is up to 5 % slower if that half runs on under the exponentials, and not faster if both consumers form scores
-(docs/log/decode.md).
+The first consumer issues the scores of a block and its half of the sums of the block before, and waits for both at
+once. The kernel is up to 5 % slower if that half runs on during the exponentials, and not faster if both consumers form
+scores (docs/log/decode.md).
 
 **Channels** (`gluon/channel.py`). The queries and two blocks of keys fill the shared memory. So a block is handed over
 in three slices, each with a channel of its own, so that each is free early. The tail, which has the features that are
@@ -240,14 +240,15 @@ def _producer(share, sizes, shared, inputs):
         _load_queries(chunk, q_loads, sizes, shared, inputs)
         hk = chunk.hk // inputs.groups
         entry, n_keys = chunk.entry(sizes)
-        if PAGE_SIZE > 0:  # each page is an entry of its own; with pages there is no padding
+        # With pages, `entry` is the page of the next block to be copied. There is no padding then.
+        if PAGE_SIZE > 0:
             table = sizes.cache.table_row(chunk.sequence(sizes))
             entry = gl.load(table + (chunk.end - 1) * BLOCK_N // PAGE_SIZE)
         for i in range(chunk.end - chunk.begin):
             key = chunk.pad + (chunk.end - 1 - i) * BLOCK_N
             valid_entry = gl.where((entry >= 0) & (entry < sizes.cache.entries), entry, 0)
-            row = key
-            length = n_keys
+            row = key  # of the entry
+            length = n_keys  # rows of the entry that are keys of the sequence
             if PAGE_SIZE > 0:
                 first_key = key // PAGE_SIZE * PAGE_SIZE
                 row = key - first_key
@@ -361,7 +362,7 @@ def _visible_keys(chunk, sizes, LAYOUT: gl.constexpr):
     token, _ = chunk.tokens_and_heads(gl.arange(0, ROWS, layout=LAYOUT), sizes)
     token = gl.minimum(token, sizes.seqlen_q - 1)  # rows beyond the last token see what the last token sees
     _, n_keys = chunk.entry(sizes)
-    position = token * 0 + n_keys - 1
+    position = token * 0 + n_keys - 1  # [ROWS]: the last key that each row sees
     end = n_keys  # end of the keys that the tile's first row sees
     if sizes.config.HAS_RIGHT:
         offset = chunk.n_keys - sizes.seqlen_q

@@ -35,8 +35,11 @@ from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch, bhsd_strides, cached_per_kind
 
 BLOCK_Q, BLOCK_K = gl.constexpr(definition.BLOCK_Q), gl.constexpr(definition.BLOCK_K)
-PER_TENSOR, PER_BLOCK = gl.constexpr(definition.PER_TENSOR), gl.constexpr(definition.PER_BLOCK)
-PADDED_KEYS = 256  # packed sequences begin at multiples of this in the transposed V; the largest key block
+# Kinds of descales. 0: none, the factor is 1.
+PER_TENSOR, PER_HEAD = gl.constexpr(definition.PER_TENSOR), gl.constexpr(definition.PER_HEAD)
+PER_BLOCK = gl.constexpr(definition.PER_BLOCK)
+# Packed sequences begin at multiples of so many columns in the transposed V. It is the longest key block of a config.
+PADDED_KEYS = 256
 PADDED = gl.constexpr(PADDED_KEYS)
 GROUP = 16  # the transposed V reorders keys inside of groups of this many
 TRANSPOSED_KEYS, TRANSPOSED_FEATURES = 128, 128  # tile of `_transpose_kernel`
@@ -71,23 +74,26 @@ class Factors:
             head = (tile.b * problem.heads_q + tile.h).to(gl.int64)
             blocks = gl.cdiv(problem.seqlen_q, BLOCK_Q)
             factor = gl.load(self.q_descale_ptr + head * blocks + gl.minimum(row0 // BLOCK_Q, blocks - 1))
-        elif config.Q_DESCALE:
+        elif config.Q_DESCALE == PER_HEAD:  # of KV heads
             factor = gl.load(self.q_descale_ptr + self.kv_head(tile, problem))
         return factor
 
     @gluon.jit
     def key_factor(self, tile, problem, config):
-        """Return the descale of k of a tile's KV head, or 1 if blocks of 64 keys have their own."""
+        """Return the descale of k of a tile's KV head; 1 without one, and with PER_BLOCK (`block_factors`)."""
         factor = 1.0
         if config.K_DESCALE == PER_TENSOR:
             factor = gl.load(self.k_descale_ptr)
-        elif config.K_DESCALE and config.K_DESCALE != PER_BLOCK:
+        elif config.K_DESCALE == PER_HEAD:
             factor = gl.load(self.k_descale_ptr + self.kv_head(tile, problem))
         return factor
 
     @gluon.jit
     def block_factors_ptr(self, tile, problem, config):
-        """Return the address of the descales of a KV head's blocks of 64 keys. It is used with PER_BLOCK only."""
+        """Return the address of the descales of the blocks of 64 keys of a tile's KV head.
+
+        Without PER_BLOCK the result has no meaning, and `block_factors` does not read it.
+        """
         pointer = self.k_descale_ptr
         if config.K_DESCALE == PER_BLOCK:
             pointer += self.kv_head(tile, problem).to(gl.int64) * gl.cdiv(problem.seqlen_k, BLOCK_K)
@@ -114,7 +120,7 @@ class Factors:
         head = self.kv_head(tile, problem)
         if config.V_DESCALE == PER_TENSOR:
             out *= gl.load(self.v_descale_ptr)
-        elif config.V_DESCALE:
+        elif config.V_DESCALE == PER_HEAD:
             out *= gl.load(self.v_descale_ptr + head)
         if config.V_MEAN:
             offs_d = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))
@@ -210,8 +216,8 @@ class TransposeConstants(Constants):
 def first_transposed(first, b):
     """Return the column of the transposed V at which packed sequence b begins: a multiple of PADDED_KEYS.
 
-    `first`: the sequence's first row in V. Between the beginnings of two sequences is room for all keys of the first
-    one, because floor(x + n) - floor(x) + 1 >= ceil(n).
+    `first`: the sequence's first row in V. In units of PADDED_KEYS columns, a sequence that begins at row x and has n
+    keys gets floor(x + n) - floor(x) + 1 columns, which is at least ceil(n): there is room for all of its keys.
     """
     return (first // PADDED + b) * PADDED
 
@@ -245,7 +251,7 @@ def _alternating(a, b):
 def _by_feature(w0, w1, w2, w3):
     """Transpose blocks of 4 keys and 4 features: from words of 4 features to words of 4 keys.
 
-    w0 to w3 have a key of each block: [blocks, BLOCK_D / 4]. The result is [blocks, BLOCK_D].
+    w0 to w3 [groups, BLOCK_D / 4] are the first to fourth key of each group of 4 keys. The result is [groups, BLOCK_D].
     """
     d0, d1 = _alternating((w0 & 0xFFFF) | (w2 << 16), (w1 & 0xFFFF) | (w3 << 16))
     d2, d3 = _alternating((w0 >> 16) | (w2 & 0xFFFF0000), (w1 >> 16) | (w3 & 0xFFFF0000))
@@ -261,7 +267,7 @@ def _transpose_kernel(
     columns,  # `transposed_keys`: the length of a row of out
     c: tl.constexpr,
 ):  # fmt: skip
-    """Write BLOCK_N keys of BLOCK_D features of V to out (B, Hk, Dv, columns), packed (Hk, Dv, columns).
+    """Write BLOCK_N keys of BLOCK_D features of a head of V to out (B, Hk, Dv, columns), packed (Hk, Dv, columns).
 
     Zeros follow a sequence's last key up to the end of its row; packed, up to the next multiple of PADDED_KEYS.
 
@@ -271,13 +277,17 @@ def _transpose_kernel(
     pid = tl.program_id(0)
     head, block = pid // blocks, pid % blocks
     b, h = head // heads, head % heads
-    row, column, n_keys, end = head, 0, seqlen, columns
+    out_head = head  # index of the head in out, all samples counted
+    column = 0  # column of out at which the sequence begins
+    n_keys = seqlen
+    end = columns  # columns of the sequence that are written: its keys, then zeros
+    # Addresses of V and out count words of 4 bytes.
     row_words = _words(stride_vn)
     base = h.to(tl.int64) * _words(stride_vh)
     if c.LENGTHS == PACKED:
         first, n_keys = packed_info(lengths_ptr, b, total)
         base += first.to(tl.int64) * row_words
-        row, column = h, first_transposed(first, b)
+        out_head, column = h, first_transposed(first, b)
         end = tl.cdiv(n_keys, PADDED) * PADDED
     else:
         base += b.to(tl.int64) * _words(stride_vb)
@@ -288,11 +298,12 @@ def _transpose_kernel(
     words_d = first_d // 4 + tl.arange(0, c.BLOCK_D // 4)
     offs_d = first_d + tl.arange(0, c.BLOCK_D)
     in_row = words_d < c.HEAD_DIM // 4
-    source = v_ptr.to(WORD) + base + words_d[None, :]
-    target = out_ptr.to(WORD) + (row.to(tl.int64) * c.HEAD_DIM + offs_d[:, None]) * _words(columns) + _words(column)
+    source = v_ptr.to(WORD) + base + words_d[None, :]  # [1, BLOCK_D / 4]: of the sequence's key 0
+    out_rows = out_head.to(tl.int64) * c.HEAD_DIM + offs_d[:, None]  # a row of out is one feature of a head
+    target = out_ptr.to(WORD) + out_rows * _words(columns) + _words(column)  # [BLOCK_D, 1]: of the sequence's column 0
     # One iteration, unless a packed sequence is longer than the call's max_seqlen_k.
     for start in range(block * c.BLOCK_N, end, blocks * c.BLOCK_N):
-        word = start // 4 + tl.arange(0, c.BLOCK_N // 4)
+        word = start // 4 + tl.arange(0, c.BLOCK_N // 4)  # words of a row of out, 4 columns each
         keys = key_in_group(word * 4)  # of a word's first byte; its others are 1, 8 and 9 keys later
         w0 = _load_words(source, keys, row_words, n_keys, in_row)
         w1 = _load_words(source, keys + 1, row_words, n_keys, in_row)

@@ -261,10 +261,11 @@ def _loop_bounds(consumer, tile, order, key0, keys):
 
 
 @gluon.jit
-def _finish_rows(consumer, tile, rows, offs_m, o, m_i, l_i, scale, offset):
+def _finish_rows(consumer, tile, rows, offs_m, o, m_i, l_i, scale, mean_products):
     """Return (factor of out, weight of all keys beside the sink, lse) of rows [64] after the KV loop.
 
-    `offset` [64]: with K_MEAN, the products of queries and the mean of k. `scale`: that of the scores, without factors.
+    `mean_products` [64]: with K_MEAN, the products of the queries with the mean of k. `scale`: that of the scores,
+    without factors of float8.
     """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
@@ -280,8 +281,9 @@ def _finish_rows(consumer, tile, rows, offs_m, o, m_i, l_i, scale, offset):
         right = 0 if problem.CAUSAL else problem.window_right
         has_keys = has_keys & (rows.position + right >= 0)
     if config.K_MEAN:  # q times the mean of k is part of each score of a row: it moves the lse, not the weights
-        m_i += (-offset if consumer.score.NEGATE else offset) * scale
-        l_rounded = gl.where(offset - offset == 0.0, l_rounded, float("nan"))  # NaN if the offset is not finite
+        m_i += (-mean_products if consumer.score.NEGATE else mean_products) * scale
+        # NaN if the product is not finite.
+        l_rounded = gl.where(mean_products - mean_products == 0.0, l_rounded, float("nan"))
     total = gl.where(has_keys, l_i, 1.0)
     factor = gl.where(has_keys, 1.0 / gl.where(has_keys, l_rounded, 1.0), 0.0)
     lse_log2 = gl.where(has_keys, m_i + gl.log2(total), float("-inf"))
@@ -305,8 +307,9 @@ def _attend_tile(consumer, tile, item, q_loads):
     2. Prologue: scores and softmax of the block at position 0 of the order (`block_order`).
     3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. Positions [1, n_masked) of
        the order are masked, later ones are not. FIXED_MAX: positions [1, n_edge_blocks) update the maximum, and
-       [n_edge_blocks, n_blocks) use it unchanged. With a block mask, the order is that of the tile's list
-       (`gluon/block_mask.py`), which begins with the masked blocks.
+       [n_edge_blocks, n_blocks) use it unchanged. A window on the left makes n_masked and n_edge_blocks equal. With a
+       block mask, the order is that of the tile's list (`gluon/block_mask.py`), which begins with the masked blocks;
+       there is no window beside it.
     4. Epilogue: values of the last block, division by the sum of weights, lse, stores.
 
     float8: factors of q and k join the scale of the scores, those of key blocks multiply columns of products, that of v
@@ -325,7 +328,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N, config.BITS))
     # HAS_LEFT is not needed here: it implies HAS_RIGHT or CHECK_KEYS.
     MASKED: gl.constexpr = problem.HAS_RIGHT or problem.CHECK_KEYS
-    LISTED: gl.constexpr = config.MASK_K > 0
+    LISTED: gl.constexpr = config.MASK_K > 0  # key blocks come from the list of a block mask
 
     row0 = tile.row0 + CONSUMER * ROWS
     order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
@@ -356,9 +359,9 @@ def _attend_tile(consumer, tile, item, q_loads):
     if config.SCORE_FN is not None:
         consumer = consumer.with_function(tile)
     queries.wait_full(CONSUMER, q_loads)
-    offset = None
+    mean_products = None
     if config.K_MEAN:
-        offset = q_factor * outputs.factors.key_mean_products(tile, problem, queries, CONSUMER, S_ROWS, config)
+        mean_products = q_factor * outputs.factors.key_mean_products(tile, problem, queries, CONSUMER, S_ROWS, config)
     q = queries_in_registers(queries, CONSUMER, config)
     # All queries are in registers, and out does not leave through their buffers: these are free.
     if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS == config.BOXES:
@@ -393,7 +396,7 @@ def _attend_tile(consumer, tile, item, q_loads):
             consumer, q, rows, order, 1, n_masked, o, p, m_i, l_i, item, keys, upcoming, True, False
         )  # fmt: skip
     if config.FIXED_MAX:
-        if not problem.HAS_LEFT:
+        if not problem.HAS_LEFT:  # with HAS_LEFT, n_masked is n_edge_blocks
             o, p, m_i, l_i, item = _attend_blocks(
                 consumer, q, rows, order, n_masked, n_edge_blocks, o, p, m_i, l_i, item, keys, upcoming, False, False
             )  # fmt: skip
@@ -417,7 +420,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     o = finish_values(consumer.start_block_values(p, o, item + 1))
     ring.channel.release(item + 1)
     l_i = gl.convert_layout(gl.sum(l_i, 1), S_ROWS)
-    factor, keys_weight, lse = _finish_rows(consumer, tile, rows, offs_m, o, m_i, l_i, scale, offset)
+    factor, keys_weight, lse = _finish_rows(consumer, tile, rows, offs_m, o, m_i, l_i, scale, mean_products)
     _store_lse(consumer, tile, offs_m, lse)
     overflown = 0
     if config.FIXED_MAX:
@@ -550,7 +553,7 @@ def run_consumer(INDEX: gl.constexpr, problem, shared, outputs):
     q_loads = 0  # tiles of queries loaded so far
     slot = 0  # slot of the tile's info
     if config.FALLBACK:
-        slot = shared.flags.next_flagged(slot, 4)
+        slot = shared.flags.next_flagged(slot, 4)  # 4: warps of this partition
         tile = shared.tile_infos.reread(slot, problem, 4)
     else:
         # Give consumer 0 the first ping-pong turn; otherwise all would wait forever. The fallback needs no such start:

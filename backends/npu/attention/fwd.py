@@ -15,7 +15,8 @@ Differences from a GPU kernel:
   more programs than cores would run in a second wave. For packed sequences only blocks that exist are tasks.
 * There is one loop over all key blocks. If MASKED, the mask is under a run-time `if`, unless ALWAYS_MASK
   (`primitives.masked`). With two loops (full blocks, then diagonal blocks) and square tiles the compiler would use only
-  one of the two vector cores; with any tiles the two loops would share that core's buffer.
+  one of the two vector cores. With other tiles it uses both, but the two loops share the unified buffer of each, so
+  tiles would have to be smaller.
 * K is loaded as stored and transposed in `tl.dot(q, tl.trans(k))`: the cube instruction does this at no cost.
 * Exponentials have base e: Ascend's exp2 is a multiplication and an exp.
 * Every dimension that can overrun is loaded with zero padding, so rows of V beyond the keys bring no NaN.
@@ -23,8 +24,9 @@ Differences from a GPU kernel:
 With a block mask (MASK_K) the loop counts positions in a list of key blocks: see block_mask.py. With q and k of int8
 (INT8) step 2 multiplies integers, and their factors and means come in as eight_bits.py says.
 
-`per_head_ptr` holds ALiBi slopes. `configs.attention_scalars` defines the scalar arguments from sm_scale to grad_scale,
-and `primitives.locate_task` explains `heads_in_parallel`.
+`per_head_ptr` holds ALiBi slopes. `configs.attention_scalars` defines the scalar arguments from sm_scale to grad_scale:
+with softcap, products are multiplied by softcap_rate = 2 sm_scale / softcap and then capped. `primitives.locate_task`
+explains `heads_in_parallel`.
 """
 
 from __future__ import annotations
@@ -155,13 +157,13 @@ def _fwd_kernel(
             m_i = tl.full([c.BLOCK_M], LOWEST, tl.float32)
             l_i = tl.zeros([c.BLOCK_M], tl.float32)
             acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
-            score_scale, score_rate = sm_scale, softcap_rate
+            score_scale, score_rate = sm_scale, softcap_rate  # factor of products without softcap, with softcap
             if c.INT8:
                 scale = sm_scale if c.SOFTCAP == "" else softcap_rate
                 factor, offset = query_factors(
                     q, scale, q_descale_ptr, k_descale_ptr, k_mean_ptr, b, h, hk, row0, heads_q, heads_kv, seqlen_q, c
                 )
-                score_scale, score_rate = 1.0, 1.0  # `factor` has the scale
+                score_scale, score_rate = 1.0, 1.0  # `factor` [BLOCK_M] contains the scale
             if ROW_BIAS:
                 bias = row_bias(bias_ptr, b, h, stride_bias_b, stride_bias_h, row0, sq, c)
             if c.DROPOUT:
@@ -218,6 +220,7 @@ def _fwd_kernel(
                 m_new = running_max(m_i, sink, c.INTERPRET)  # >= LOWEST: a sink of -inf adds 0, one of +inf gives NaN
                 alpha = tl.exp(m_i - m_new)
                 l_i = l_i * alpha + tl.exp(sink - m_new)
+                # Without keys (hi <= lo) the loop has not written acc: all its rows become 0.
                 acc = keep_first_rows(acc, tl.where(hi > lo, c.BLOCK_M, 0), c.BLOCK_M) * alpha[:, None]
                 m_i = m_new
             # Rows that see no key and rows beyond the sequence get output 0 and lse +inf. The select also drops an
