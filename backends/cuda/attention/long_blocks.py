@@ -36,7 +36,7 @@ def _count_seen(counts_ptr, start, group_size, stride_h, nq, nk):
     """Return how many blocks of the mask key blocks [start, start + BLOCK) see in all heads of a group."""
     block_n = start + tl.arange(0, BLOCK)
     n_seen = tl.zeros([BLOCK], tl.int32)
-    for g in range(group_size):
+    for _ in range(group_size):
         at = counts_ptr + block_n.to(tl.int64) * (2 + nq)
         n_seen += tl.load(at, mask=block_n < nk, other=0)
         counts_ptr += stride_h
@@ -46,7 +46,8 @@ def _count_seen(counts_ptr, start, group_size, stride_h, nq, nk):
 @triton.jit(
     do_not_specialize=[
         "stride_maskb", "stride_maskh", "heads", "heads_kv", "group_size", "nq", "nk", "interleaved_heads"
-    ]
+    ],
+    do_not_specialize_on_alignment=["mask_blocks_ptr"],
 )  # fmt: skip
 def _find_long_blocks_kernel(
     mask_blocks_ptr,
