@@ -157,10 +157,12 @@ def test_which_key_blocks_are_long(interleaved_heads: int, group_size: int) -> N
     blocks[1, :group_size, :, ::2] = True  # exactly twice the mean: none is long
     keep = blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)
     keep[:, :, ::128] = False  # every other block is partial
+    keep = keep[:, :, :-9, :-5]  # the last blocks have fewer queries and keys
     mask = BlockMask.from_dense(keep, block_size=64)
     problem = PROBLEM.replace(
-        batch=batch, heads_q=heads_kv * group_size, heads_kv=heads_kv, seqlen_q=nq * 64, seqlen_k=nk * 64, mask=(64, 64)
-    )
+        batch=batch, heads_q=heads_kv * group_size, heads_kv=heads_kv, seqlen_q=keep.shape[2], seqlen_k=keep.shape[3],
+        mask=(64, 64),
+    )  # fmt: skip
     q = torch.zeros(batch, heads_kv * group_size, 1, 64)
     tensors = AttentionTensors(q, q, q, 1.0, mask_blocks=mask.blocks, mask_bits=mask.bits)
     found = torch.full((1 + 2 * heads * nk,), -1, dtype=torch.int32)
