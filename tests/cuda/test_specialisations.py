@@ -72,3 +72,27 @@ def test_hopper_kernel(counts):
     (found,) = counts["Hopper"].values()
     assert found["keys"] == 1, found
     assert 1 <= found["tiles"] <= 4, found  # with a masked end of the keys or without, for each of two tiles
+
+
+ADDRESSES_OF_A_MASK = """
+import torch
+from diyfa.registry import load_backend
+load_backend("cuda")
+from diyfa.backends.cuda.attention.long_blocks import long_blocks_launch
+from diyfa.backends.cuda.runtime.launcher import launch_signature
+from diyfa.problem import AttentionProblem, AttentionTensors
+sizes = (1, 1, 1, 256, 256, 128, 128)
+problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", *sizes, needs_grad=True, mask=(128, 128))
+memory, numbers = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+for first in (0, 1):
+    mask_blocks = memory[first : first + 20].view(1, 1, 20)
+    tensors = AttentionTensors(memory, memory, memory, 1.0, mask_blocks=mask_blocks)
+    launch = long_blocks_launch(problem, tensors, numbers, {"group_size": 1, "interleaved_heads": 1})
+    assert launch_signature(launch).aligned_pointers, first
+"""
+
+
+def test_a_block_mask_at_any_address_has_the_same_kernel():
+    """As for the other kernels with a mask. Otherwise an unaligned mask would compile one of its own."""
+    pytest.importorskip("triton.backends.nvidia", reason="this Triton has no NVIDIA backend")
+    run_python(ADDRESSES_OF_A_MASK, TRITON_INTERPRET="0", DIYFA_ARCH="sm_90")

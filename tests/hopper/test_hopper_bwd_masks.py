@@ -145,28 +145,37 @@ def test_long_key_blocks_come_first(subgroups: int, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("interleaved_heads", [1, 2, 4])
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_which_key_blocks_are_long(interleaved_heads: int, group_size: int) -> None:
-    """Those with more than twice the mean of their head, by the numbers that `locate_key_block` has."""
+    """Those with more than twice the mean of their head, by the numbers that `locate_key_block` has.
+
+    Samples and heads have masks of their own, with full and partial blocks. One head sees nothing."""
     generator = torch.Generator().manual_seed(interleaved_heads)
-    heads, n = 4, 150  # more key blocks than one step of the kernel has
-    blocks = torch.rand(heads * group_size, n, n, generator=generator) < 0.02
-    blocks[::3, :, 7] = blocks[1::3, 20:140, 149] = True
-    mask = BlockMask.from_dense(blocks.repeat_interleave(64, 1).repeat_interleave(64, 2)[None], block_size=64)
+    batch, heads_kv, nq, nk = 2, 2, 20, 150  # more key blocks than one step of the kernel has
+    heads = batch * heads_kv
+    blocks = torch.rand(batch, heads_kv * group_size, nq, nk, generator=generator) < 0.05
+    blocks[0, :group_size, :, 7] = blocks[1, group_size:, 5:, 149] = True
+    blocks[0, group_size:] = blocks[1, :group_size] = False
+    blocks[1, :group_size, :, ::2] = True  # exactly twice the mean: none is long
+    keep = blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)
+    keep[:, :, ::128] = False  # every other block is partial
+    keep = keep[:, :, :-9, :-5]  # the last blocks have fewer queries and keys
+    mask = BlockMask.from_dense(keep, block_size=64)
     problem = PROBLEM.replace(
-        batch=1, heads_q=heads * group_size, heads_kv=heads, seqlen_q=n * 64, seqlen_k=n * 64, mask=(64, 64)
-    )
-    q = torch.zeros(1, heads * group_size, 1, 64)
+        batch=batch, heads_q=heads_kv * group_size, heads_kv=heads_kv, seqlen_q=keep.shape[2], seqlen_k=keep.shape[3],
+        mask=(64, 64),
+    )  # fmt: skip
+    q = torch.zeros(batch, heads_kv * group_size, 1, 64)
     tensors = AttentionTensors(q, q, q, 1.0, mask_blocks=mask.blocks, mask_bits=mask.bits)
-    found = torch.full((1 + 2 * heads * n,), -1, dtype=torch.int32)
+    found = torch.full((1 + 2 * heads * nk,), -1, dtype=torch.int32)
     found[0] = 0
     sizes = {"group_size": group_size, "interleaved_heads": interleaved_heads}
     launch_each([long_blocks_launch(problem, tensors, found, sizes)])
-    n_seen = blocks.view(heads, group_size, n, n).sum((1, 2)).float()
+    n_seen = blocks.view(heads, group_size, nq, nk).sum((1, 2)).double()
     is_long = n_seen > 2 * n_seen.mean(1, keepdim=True)
-    in_order = [(h, j) for h in range(heads - interleaved_heads) for j in range(n)]
-    in_order += [(h, j) for j in range(n) for h in range(heads - interleaved_heads, heads)]
+    in_order = [(h, j) for h in range(heads - interleaved_heads) for j in range(nk)]
+    in_order += [(h, j) for j in range(nk) for h in range(heads - interleaved_heads, heads)]
     numbers = [i for i, (h, j) in enumerate(in_order) if is_long[h, j]]
     assert numbers and sorted(found[1 : 1 + found[0]].tolist()) == numbers
-    assert found[1 + heads * n :].nonzero()[:, 0].tolist() == numbers
+    assert found[1 + heads * nk :].nonzero()[:, 0].tolist() == numbers
 
 
 PROBLEM = AttentionProblem(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from eight_bit_cases import F16, F32, Case, check
+from guarded_memory import guard
 from hopper_interpreted import interpret, interpreted_only
 from poison import poisoned_allocations
 from targets import TARGETS
@@ -87,10 +88,13 @@ def test_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "lengths", "head_dim_v"),
-    [("bhsd", None, 80), ("bhsd", None, 72), ("bshd", (300, 0), 64), ("thd", (90, 1, 0, 270), 128)],
+    [("bhsd", None, 80), ("bhsd", None, 72), ("bshd", (300, 0), 200), ("thd", (90, 1, 0, 270), 128)],
 )
-def test_the_transposed_v(layout: str, lengths: tuple[int, ...] | None, head_dim_v: int) -> None:
-    """Each byte of it: keys of a group of 16 in the order of the weights, zeros behind each sequence."""
+def test_the_transposed_v(
+    layout: str, lengths: tuple[int, ...] | None, head_dim_v: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte of it: keys of a group of 16 in the order of the weights, zeros behind each sequence. Nothing beyond V
+    is read."""
     batch, heads, longest = len(lengths) if lengths else 2, 2, 300
     size = {"layout": VARLEN if layout == "thd" else layout, "seq_lens": layout == "bshd"}
     if layout == "thd":
@@ -123,7 +127,9 @@ def test_the_transposed_v(layout: str, lengths: tuple[int, ...] | None, head_dim
     tensors = tensors._replace(v=v.view(torch.float8_e4m3fn))
     with poisoned_allocations():
         out = float8.transposed_values(problem, tensors.v)
+    accesses = guard(monkeypatch)
     launch_each([float8.transpose_launch(problem, tensors, out)])
+    assert accesses()
     found, key = out.view(torch.uint8), torch.arange(-(-longest // 256) * 256)
     key = key // 16 * 16 + key % 4 // 2 * 8 + key % 16 // 4 * 2 + key % 2
     for b, n in enumerate(ends):

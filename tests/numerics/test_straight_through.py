@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from eager_budget import assert_within_budget_of
+from eight_bit_cases import KEY_FACTOR
 from targets import TARGETS, Target
 
 import diyfa
@@ -287,6 +288,8 @@ def test_refusals() -> None:
         q8, k8, _ = diyfa.quantize(q, k, v, dtype="int8", straight_through=True)
         with pytest.raises(ValueError, match=r"v requires a gradient, so it must come from quantize"):
             function(q8, k8, v, backend="cpu")
+    with pytest.raises(ValueError, match="straight_through=True takes no score_fn"):
+        diyfa.flash_attention(*parts, score_fn=KEY_FACTOR, score_tensors=(torch.ones(16),), backend="cpu")
     packed = [x._replace(values=x.values[0].transpose(0, 1)) for x in parts]
     offsets = torch.tensor([0, 16], dtype=torch.int32)
     with pytest.raises(ValueError, match="packed sequences of quantised tensors have no backward pass"):

@@ -50,7 +50,8 @@ def _count_seen(counts_ptr, start, group_size, stride_h, nq, nk):
 @triton.jit(
     do_not_specialize=[
         "stride_maskb", "stride_maskh", "heads", "heads_kv", "group_size", "nq", "nk", "interleaved_heads"
-    ]
+    ],
+    do_not_specialize_on_alignment=["mask_blocks_ptr"],
 )  # fmt: skip
 def _find_long_blocks_kernel(
     mask_blocks_ptr,

@@ -6,7 +6,7 @@
 The fp32 dQ lies in blocks of BLOCK_M queries, in the order of the consumers' registers. So it is added and read without
 any exchange between threads.
 
-Head dims are multiples of CHUNK. The compiler has to see that, or it moves 2 bytes at a time instead of 16.
+Head dims are multiples of CHUNK, and strides of 16 bytes. The compiler has to see that, or it moves 2 bytes at a time.
 """
 
 from dataclasses import dataclass
@@ -63,6 +63,13 @@ def from_register_order(x):
     return x.reshape([8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([ROWS, BOX])
 
 
+@gluon.jit
+def _in_chunks(stride, pointer):
+    """Return a stride in elements of `pointer` as an int64 that the compiler knows to be a multiple of 16 bytes."""
+    ELEMENTS: gl.constexpr = 128 // pointer.dtype.element_ty.primitive_bitwidth
+    return stride.to(gl.int64) // ELEMENTS * ELEMENTS
+
+
 @gluon.jit(do_not_specialize=(*SIZES, "dq_blocks"), do_not_specialize_on_alignment=LENGTH_POINTERS)
 def _prepare_kernel(
     o_ptr, do_ptr, lse_ptr,
@@ -102,8 +109,8 @@ def _prepare_kernel(
     R: gl.constexpr = M if DV <= 128 else M // 2  # rows at a time that fit the registers
     columns = gl.arange(0, DV, layout=gl.SliceLayout(0, LAYOUT))
     if row0 < n_queries:
-        o_at = o_ptr + b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh
-        do_at = do_ptr + b.to(gl.int64) * stride_dob + h.to(gl.int64) * stride_doh
+        o_at = o_ptr + b * _in_chunks(stride_ob, o_ptr) + h * _in_chunks(stride_oh, o_ptr)
+        do_at = do_ptr + b * _in_chunks(stride_dob, do_ptr) + h * _in_chunks(stride_doh, do_ptr)
         if config.LENGTHS == PACKED:
             first_row = h.to(gl.int64) * total_q + first_q
         else:
@@ -117,9 +124,9 @@ def _prepare_kernel(
             exists = rows < n_queries
             inside = exists[:, None] & (columns < head_dim_v // CHUNK * CHUNK)[None, :]
             # What the main kernel reads first should stay in the L2 cache instead.
-            o_address, do_address = o_at + at * stride_om + columns[None, :], do_at + at * stride_dom + columns[None, :]
-            o = gl.load(o_address, mask=inside, other=0.0, eviction_policy="evict_first")
-            do = gl.load(do_address, mask=inside, other=0.0, eviction_policy="evict_first")
+            o_row, do_row = at * _in_chunks(stride_om, o_ptr), at * _in_chunks(stride_dom, do_ptr)
+            o = gl.load(o_at + o_row + columns[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+            do = gl.load(do_at + do_row + columns[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
             delta = gl.sum(o.to(gl.float32) * do.to(gl.float32), 1)
             lse = gl.load(lse_ptr + first_row + rows, mask=exists, other=float("inf"))
             if dlse_ptr is not None:
@@ -188,10 +195,11 @@ def _convert_kernel(
     rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     columns = column0 + gl.arange(0, BOX, layout=gl.SliceLayout(0, LAYOUT))
     x = gl.where((rows < n_queries)[:, None], x, 0.0)
-    out = out_ptr + h.to(gl.int64) * stride_dqh
+    stride_row = _in_chunks(stride_dqm, out_ptr)
+    out = out_ptr + h * _in_chunks(stride_dqh, out_ptr)
     if config.LENGTHS == PACKED:
-        out += first_q.to(gl.int64) * stride_dqm
+        out += first_q * stride_row
     else:
-        out += b.to(gl.int64) * stride_dqb
+        out += b * _in_chunks(stride_dqb, out_ptr)
     inside = (rows < end)[:, None] & (columns < head_dim // CHUNK * CHUNK)[None, :]
-    gl.store(out + rows.to(gl.int64)[:, None] * stride_dqm + columns[None, :], x, mask=inside)
+    gl.store(out + rows[:, None] * stride_row + columns[None, :], x, mask=inside)

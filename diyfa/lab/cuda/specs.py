@@ -524,6 +524,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (96, "bfloat16", True, {}),
         (96, "bfloat16", True, {"softcap": 30.0, "window_left": 1000}),
         (80, "bfloat16", False, {"out_dtype": "float32"}),
+        (72, "bfloat16", True, {"seq_lens": True}),  # strides are multiples of 16 bytes, but not of 16 elements
         (80, "float16", True, {"seq_lens": True, "sinks": True, "deterministic": True}),
         (64, "float16", True, divided),
         (128, "bfloat16", False, {**divided, "deterministic": True}),
