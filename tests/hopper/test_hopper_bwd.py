@@ -509,6 +509,25 @@ def test_turns_where_blocks_end_or_begin(seqlen_q: int, seqlen_k: int, n_keys: i
     assert sums((1, 1, seqlen_q, seqlen_k, 64, -1, 0), 0, n_keys=n_keys)[0].count_nonzero()
 
 
+@pytest.mark.parametrize("shift", ["address", "rows"])
+def test_an_output_that_is_not_aligned_is_copied(shift: str) -> None:
+    """Kernels read out and dout 16 bytes at a time. The operator takes any out."""
+    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 2, 70, 70, 64, 64)
+    q, dout = torch.zeros(1, 2, 70, 64).bfloat16(), torch.zeros(1, 2, 70, 64).bfloat16()
+    values = torch.randn(1, 2, 70, 64).bfloat16()
+    memory = torch.zeros(2 * 70 * 65 + 1).bfloat16()
+    if shift == "address":
+        out = memory[1 : 1 + 2 * 70 * 64].view(1, 2, 70, 64)
+    else:
+        out = memory[: 2 * 70 * 65].view(1, 2, 70, 65)[..., :64]
+    out.copy_(values)
+    gradients = AttentionGradients(*(torch.empty_like(q) for _ in range(3)))
+    tensors = AttentionTensors(q, q, q, 1.0)
+    found = bwd_launch.backward_pass(problem, tensors, out, torch.zeros(1, 2, 70), dout, None, gradients)
+    given = next(x.arguments["o_ptr"] for x in found.launches if "o_ptr" in x.arguments)
+    assert torch.equal(given, values) and given.data_ptr() % 16 == 0 and all(x % 8 == 0 for x in given.stride()[:-1])
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_parts_of_the_workspace_are_aligned(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where blocks of queries are odd in number: Triton compiles a kernel again for an address that is not."""
