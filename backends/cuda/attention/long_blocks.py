@@ -1,7 +1,7 @@
 """Key blocks that many queries see, which the Hopper backward with a block mask begins first.
 
 A persistent program takes one key block after another. If one that takes many times the average begins late, all other
-programs are idle until it ends. With a window and a few first tokens that all queries see, the pass took 1.7 times as
+programs are idle until it ends. With a window and a few first tokens that all queries see, the pass took 1.4 times as
 long. A key block is *long* if more than twice as many of the mask's blocks of queries see it as see a key block of its
 head on average. Heads are heads of K; their query heads count together.
 
