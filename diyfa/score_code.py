@@ -106,12 +106,12 @@ def _steps(program: Program) -> dict[str, Step | None]:
     steps: dict[str, Step | None] = {"b": _CONSTANT, "h": _CONSTANT, "i": (1, 0), "j": (0, 1), "score": None}
     for target, name, operands in program.lines:
         values = operands[1:] if name == LOAD else operands
-        of_operands = [steps[x] if isinstance(x, str) else _CONSTANT for x in values]
-        linear = [x for x in of_operands if x is not None]
+        operand_steps = [steps[x] if isinstance(x, str) else _CONSTANT for x in values]
+        linear = [x for x in operand_steps if x is not None]
         step: Step | None = None
-        if all(x == _CONSTANT for x in of_operands):
+        if all(x == _CONSTANT for x in operand_steps):
             step = _CONSTANT
-        elif len(linear) == len(of_operands):
+        elif len(linear) == len(operand_steps):
             if name in ("add", "sub"):
                 (i, j), (other_i, other_j) = linear
                 sign = 1 if name == "add" else -1

@@ -5,6 +5,7 @@ There is no GPU here: CPU tensors stand in for CUDA's, and the driver is a recor
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -319,6 +320,23 @@ def test_a_single_call_prepares_no_repeat(recorder, monkeypatch):
     for n in (0, 1, 1, 1):
         attend(*qkv())
         assert len(asked) == n
+
+
+@pytest.mark.parametrize(("limit", "n_made"), [(1, 6), (2, 2)])
+def test_repeats_keep_a_limited_amount_of_memory(recorder, monkeypatch, limit, n_made):
+    """With changing lengths, plans would hold tensor maps without end. A repeat whose memory went makes it again."""
+    made = []
+    make = runtime_passes.make_relaunch
+    monkeypatch.setattr(runtime_passes, "_idle_lists", collections.deque())
+    monkeypatch.setattr(runtime_passes, "RELAUNCHES", limit)
+    monkeypatch.setattr(runtime_passes, "make_relaunch", lambda *args: made.append(1) or make(*args))
+    calls = [qkv(), [x[:, :, :64].contiguous() for x in qkv()]]
+    for _ in range(4):
+        for q, k, v in calls:
+            out = attend(q, k, v)
+            (launch,) = named_launches(recorder, q=q, k=k, v=v, out=out)
+            assert [launch.arguments[f"{name}_ptr"] for name in ("q", "k", "v", "o")] == ["q", "k", "v", "out"]
+    assert len(made) == n_made and len(runtime_passes._idle_lists) == limit
 
 
 def test_a_tensor_given_twice_is_no_other_call(recorder, described):

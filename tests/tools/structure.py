@@ -72,6 +72,7 @@ PROCESS_CACHES = {
 }
 OTHER_CACHES = {
     "backends/cuda/attention/launch.py:_forced": "the configs of `use_config`, as long as its block runs",
+    "backends/cuda/runtime/passes.py:_idle_lists": "memory of repeated launches, at most RELAUNCHES",
     "backends/cuda/gluon/tile_counter.py:_counters": "device memory: eight bytes for each stream",
     "diyfa/integrations/npu_fusion_arguments.py:compressed_mask": "device memory: the 4 MiB that an operator wants",
     "diyfa/integrations/seams.py:_on": "what is switched on, until its handle is removed",

@@ -457,7 +457,7 @@ class TensorMaps(dict[int, int]):
     is freed and allocated anew.
     """
 
-    MAX_SIZE = 1024
+    MAX_SIZE = 256  # a model has one or a few addresses for each layer
 
     def __init__(self, encoded: bytes) -> None:
         super().__init__()

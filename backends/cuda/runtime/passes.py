@@ -7,6 +7,7 @@ that stays the same.
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -98,6 +99,8 @@ def make_repeated(launch: Launch, slots: Mapping[str, int]) -> RepeatedLaunch:
 
 
 Relaunch = Callable[[int, list[int]], None]  # (stream, values): launches on the current device
+RELAUNCHES = 512  # kept at most: with changing lengths there are thousands of plans, and each holds tensor maps
+_idle_lists: deque[list[Relaunch]] = deque()  # a replay's list for each relaunch, the oldest first
 
 
 def make_relaunch(launches: Sequence[RepeatedLaunch], n_values: int) -> Relaunch:
@@ -261,6 +264,9 @@ def make_replay(
             relaunch = idle.pop()
         except IndexError:
             relaunch = make_relaunch(repeated, n_values)
+            _idle_lists.append(idle)
+            if len(_idle_lists) > RELAUNCHES:
+                _idle_lists.popleft().clear()  # whoever needs one makes another
         relaunch(get_stream(index), values)
         idle.append(relaunch)
         return new
