@@ -108,7 +108,13 @@ def caches(trees: dict[str, ast.Module]) -> list[str]:
                 found += [f"{file}:{node.name}.{ast.unparse(each.target).removeprefix('self.')}" for each in empty]
         for statement in tree.body:
             if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
-                empty = ast.unparse(statement.value) in ("{}", "OrderedDict()", "WeakKeyDictionary()", "set()")
+                empty = ast.unparse(statement.value) in (
+                    "{}",
+                    "OrderedDict()",
+                    "WeakKeyDictionary()",
+                    "set()",
+                    "deque()",
+                )
                 if empty:
                     found.append(f"{file}:{ast.unparse(getattr(statement, 'target', None) or statement.targets[0])}")
     return found
