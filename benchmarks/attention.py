@@ -1,144 +1,222 @@
-"""Benchmark of diyfa's forward and backward against PyTorch's FlashAttention-2 and cuDNN attention, in one run.
+"""Forward and backward of diyfa, cuDNN, FlashAttention-2, -3 and -4 through their public functions, in turns.
 
-    python benchmarks/attention.py [--head-dims 64 128 256] [--seq-lens 1024 4096 16384] [--variants auto v2 …]
+    PYTHONPATH=. python benchmarks/attention.py [--cases 64-full 128-causal 192/128-causal …] [--output FILE]
 
-B·S tokens and H = 2048/D are those of the FlashAttention papers. TFLOP/s count 4·B·H·S·S·D, half for causal, 2.5 times
-for backward. Writes one JSON file with device, date and versions to benchmarks/results/ and prints the table.
+Each implementation of a case runs in its own process. All have compiled before the first measurement. In every
+round each implementation is timed once at each length; the next round has the reverse order. The GPU is at its power
+limit. bf16, 16384 tokens, heads * head_dim = 2048; TFLOP/s count 2·B·H·S²·(D + Dv) forward and 2·B·H·S²·(3·D + 2·Dv)
+backward, half with a causal mask. Figures are medians over the rounds of medians of `triton.testing.do_bench`. `error`
+is the norm of out's error against float64 over the norm of out. FlashAttention-3 from PyPI has no backward pass, and
+is left out where it is not installed, as FlashAttention-4 is. Prints rows and a table; writes a result file.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from hopper_sweep import error_of, sizes
+from served import Served, watchdog
 
-from diyfa import flash_attention
-from diyfa.device import default_backend
-from diyfa.lab.bench.check import WrongResultError, check_attention
-from diyfa.lab.bench.peers import PeerUnavailable, attention_peers, check_peer
-from diyfa.lab.bench.record import clock, default_path, device_name, write_json
-from diyfa.lab.bench.timing import compute_quantiles, time_calls
-from diyfa.lab.bench.work import BACKWARD_FACTOR, attention_flops, tflops
-from diyfa.validation import dtype_name
+from diyfa.lab.bench.record import default_path, write_json
 
+NAMES = ("cuDNN", "FlashAttention-2", "FlashAttention-3", "FlashAttention-4", "diyfa")
+CASES = tuple(f"{d}-{mask}" for d in ("64", "128", "192/128", "256") for mask in ("full", "causal"))
+SEQ_LENS = (1024, 4096, 16384)
+COMPILE_LIMIT = 240  # seconds
 RESULTS = Path(__file__).parent / "results"
-HIDDEN = 2048
+
+Attention = Callable[..., torch.Tensor]
 
 
-def implementations(device: torch.device, variants: list[str]) -> dict[str, Callable[..., torch.Tensor]]:
-    """Return {name: f(q, k, v, causal)} of the peers, except the one that stores the scores, and diyfa's variants."""
-    peers = {name: peer for name, peer in attention_peers(device).items() if name != "SDPA math"}
-    backend = "cpu" if device.type == "cpu" else None
+def _sdpa(name: str) -> Attention:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def diyfa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, variant: str) -> Any:
-        return flash_attention(q, k, v, causal=causal, variant=variant, backend=backend)
+    backend = SDPBackend.CUDNN_ATTENTION if name == "cuDNN" else SDPBackend.FLASH_ATTENTION
 
-    mine = {"diyfa" if v == "auto" else f"diyfa {v}": partial(diyfa, variant=v) for v in variants}
-    return {**peers, **mine}
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return attend
 
 
-def measure(
-    device: torch.device,
-    name: str,
-    attend: Callable[..., torch.Tensor],
-    size: tuple[int, int, int, int],
-    causal: bool,
-    dtype: torch.dtype,
-    warmup: int,
-    rep: int,
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the forward and the backward pass of one implementation at (B, H, S, D)."""
-    batch, heads, seq_len, head_dim = size
+def attention_named(name: str) -> tuple[Attention, bool]:
+    """Return (f(q, k, v, causal), whether its tensors are (B, S, H, D) instead of (B, H, S, D))."""
+    if name == "diyfa":
+        from diyfa import flash_attention
+
+        return flash_attention, False
+    if name == "FlashAttention-3":
+        from fa3_fwd_interface import flash_attn_func
+
+        return flash_attn_func, True
+    if name == "FlashAttention-4":
+        from flash_attn.cute import flash_attn_func
+
+        return flash_attn_func, True
+    return _sdpa(name), False
+
+
+def head_dims(case: str) -> tuple[int, int, bool]:
+    """Return (D, Dv, causal) of a case."""
+    dims, mask = case.split("-")
+    d, _, dv = dims.partition("/")
+    return int(d), int(dv or d), mask == "causal"
+
+
+def shape(d: int, dv: int, seqlen: int) -> tuple[int, int, int]:
+    """Return (B, H, S): 16384 tokens; heads of 192/128 are as many as those of 256, as V and out then lie equally."""
+    return sizes(d if d == dv else 256, seqlen)[:3]
+
+
+# ---- in the implementation's own process
+
+
+def calls(name: str, case: str, seqlen: int) -> dict[str, Any]:
+    """Return {"forward": call, "backward": call, "error": of out} after both have run once; one may be missing."""
+    d, dv, causal = head_dims(case)
+    attend, rows_first = attention_named(name)
+    b, h, s = shape(d, dv, seqlen)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    case = {
-        "kind": "attention",
-        "implementation": name,
-        "B": batch,
-        "H": heads,
-        "S": seq_len,
-        "D": head_dim,
-        "causal": causal,
-    }
-    try:
-        check_peer(name, attend, q.detach(), k.detach(), v.detach(), causal)
-        out = attend(q, k, v, causal)
-    except (PeerUnavailable, ValueError, RuntimeError) as error:
-        yield {**case, "unavailable": str(error).splitlines()[0]}
-        return
-    try:
-        error_found = check_attention(out, q, k, v, causal)
-    except WrongResultError as error:
-        yield {**case, "unavailable": str(error)}
-        return
-    case["error"] = error_found
-    dout = torch.randn_like(out)
+    inputs = [torch.randn(b, h, s, width, device="cuda", dtype=torch.bfloat16) for width in (d, d, dv)]
+    dout = torch.randn(b, h, s, dv, device="cuda", dtype=torch.bfloat16)
+    given = [x.transpose(1, 2).contiguous() if rows_first else x for x in (*inputs, dout)]
+    leaves = [x.requires_grad_() for x in given[:3]]
 
-    def forward() -> None:
+    def run() -> torch.Tensor:
+        out = attend(*leaves, causal=causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    def forward() -> torch.Tensor:
         with torch.no_grad():
-            attend(q, k, v, causal)
+            return run()
 
-    def backward() -> None:
-        torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    out = forward()
+    detached = [x.detach() for x in inputs]
+    error = error_of(out.transpose(1, 2) if rows_first else out, *detached, causal)
+    found: dict[str, Any] = {"forward": forward, "error": float(f"{error:.2e}")}
+    if name != "FlashAttention-3":
+        for _ in range(2):
+            torch.autograd.grad(run(), leaves, given[3])
+        found["backward"] = partial(torch.autograd.grad, run(), leaves, given[3], retain_graph=True)
+    return found
 
-    flops = attention_flops(batch, heads, seq_len, seq_len, head_dim, causal)
-    for direction, fn, work in (("forward", forward, flops), ("backward", backward, BACKWARD_FACTOR * flops)):
-        ms, p20, p80 = compute_quantiles(time_calls(fn, device, warmup, rep))
-        spread = (p80 - p20) / ms
-        yield {**case, "pass": direction, "ms": ms, "spread": spread, "tflops": tflops(work, ms), **clock(device)}
+
+def serve(name: str, case: str, options: argparse.Namespace) -> None:
+    """Compile all lengths, say so, then measure what each line of stdin names: a pass and a length."""
+    from triton.testing import do_bench
+
+    with watchdog(COMPILE_LIMIT):
+        try:
+            ready = {seqlen: calls(name, case, seqlen) for seqlen in options.seq_lens}
+        except (ImportError, RuntimeError, AssertionError) as error:
+            print(json.dumps({"unavailable": f"{type(error).__name__}: {error}"[:300]}), flush=True)
+            return
+        torch.cuda.synchronize()
+    print(json.dumps({"ready": name}), flush=True)
+    for line in sys.stdin:
+        direction, seqlen = line.split()
+        found = ready[int(seqlen)]
+        if direction not in found:
+            print(json.dumps({"ms": None}), flush=True)
+            continue
+        with watchdog(options.limit):
+            ms = do_bench(found[direction], warmup=options.rep, rep=options.rep, return_mode="median")
+        print(json.dumps({"ms": ms, "error": found["error"]}), flush=True)
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print one line for each size and pass, one column for each implementation (TFLOP/s)."""
-    names = list(dict.fromkeys(row["implementation"] for row in rows))
-    lines: dict[tuple[Any, ...], dict[str, str]] = {}
-    for row in rows:
-        for direction in (row["pass"],) if "pass" in row else ("forward", "backward"):
-            key = (direction, row["D"], "causal" if row["causal"] else "full", row["S"])
-            value = f"{row['tflops']:.1f}" if "pass" in row else "-"
-            lines.setdefault(key, {})[row["implementation"]] = value
-    print(f"{'pass':9}{'D':>4} {'mask':7}{'S':>6}" + "".join(f"{name:>14}" for name in names) + "   TFLOP/s")
-    for (direction, d, mask, s), values in sorted(lines.items(), key=lambda item: (item[0][0] != "forward", item[0])):
-        print(f"{direction:9}{d:>4} {mask:7}{s:>6}" + "".join(f"{values.get(name, ''):>14}" for name in names))
-    for row in rows:
-        if "unavailable" in row:
-            mask = "causal" if row["causal"] else "full"
-            print(f"{row['implementation']} D={row['D']} {mask} S={row['S']}: {row['unavailable']}")
+# ---- the benchmark
+
+
+def _command(name: str, case: str, options: argparse.Namespace) -> list[str]:
+    command = [sys.executable, __file__, "--serve", name, "--cases", case, "--rep", str(options.rep)]
+    return [*command, "--limit", str(options.limit), "--seq-lens", *map(str, options.seq_lens)]
+
+
+def measure_case(case: str, served: list[Served], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a case. `served` have compiled it."""
+    d, dv, causal = head_dims(case)
+    times: dict[tuple[str, str, int], list[float]] = {}
+    errors: dict[tuple[str, int], float] = {}
+    for turn in range(options.rounds):
+        for direction in ("forward", "backward"):
+            for seqlen in options.seq_lens:
+                for each in served if turn % 2 == 0 else served[::-1]:
+                    found = None if each.reason else each.ask(f"{direction} {seqlen}")
+                    if found and found["ms"] is not None:
+                        times.setdefault((each.name, direction, seqlen), []).append(found["ms"])
+                        errors[each.name, seqlen] = found["error"]
+    for (name, direction, seqlen), measured in times.items():
+        b, h, s = shape(d, dv, seqlen)
+        ms = median(measured)
+        widths = d + dv if direction == "forward" else 3 * d + 2 * dv
+        work = 2 * b * h * s * s * widths / 1e9 * (0.5 if causal else 1)
+        yield {
+            "implementation": name, "pass": direction, "D": d, "Dv": dv, "causal": causal, "S": s, "B": b, "H": h,
+            "ms": round(ms, 4), "tflops": round(work / ms, 1), "error": errors[name, seqlen], "rounds": len(measured),
+            "spread": round((max(measured) - min(measured)) / ms, 3),
+        }  # fmt: skip
+    for each in served:
+        if each.reason:
+            yield {"implementation": each.name, "D": d, "Dv": dv, "causal": causal, "unavailable": each.reason}
+
+
+def print_table(rows: list[dict[str, Any]], seq_lens: list[int]) -> None:
+    """Print TFLOP/s of each case and pass at all lengths, and diyfa's share of the fastest peer's."""
+    for direction in ("forward", "backward"):
+        for case in CASES:
+            d, dv, causal = head_dims(case)
+            speeds: dict[str, list[float]] = {}
+            for row in rows:
+                if "tflops" in row and (row["pass"], row["D"], row["Dv"], row["causal"]) == (direction, d, dv, causal):
+                    speeds.setdefault(row["implementation"], []).append(row["tflops"])
+            if "diyfa" not in speeds:
+                continue
+            peers = [speed for name, speed in speeds.items() if name != "diyfa" and len(speed) == len(seq_lens)]
+            shares = [f"{ours / max(theirs):.2f}" for ours, *theirs in zip(speeds["diyfa"], *peers, strict=True)]
+            figures = "  ".join(f"{name} {'/'.join(f'{x:.0f}' for x in speed)}" for name, speed in speeds.items())
+            print(f"{direction:8} {case:14} {'/'.join(shares)}  {figures}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--seq-lens", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--tokens", type=int, default=16384, help="B·S")
-    parser.add_argument("--masks", nargs="+", choices=["full", "causal"], default=["full", "causal"])
-    parser.add_argument("--variants", nargs="+", default=["auto"])
-    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--warmup", type=int, default=10)
-    parser.add_argument("--rep", type=int, default=30)
-    parser.add_argument("--device", default=None, help="cuda, npu or cpu; default: what is here")
-    parser.add_argument("--output", type=Path, default=None, help="JSON file; default: benchmarks/results/…")
-    arguments = parser.parse_args()
-    device = torch.device(arguments.device or default_backend())
-    dtype = getattr(torch, arguments.dtype)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--seq-lens", nargs="+", type=int, default=list(SEQ_LENS))
+    parser.add_argument("--names", nargs="+", default=list(NAMES), choices=NAMES)
+    parser.add_argument("--rep", type=int, default=60, help="milliseconds of each warm-up and of each measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=500, help="seconds, after which no other case is begun")
+    parser.add_argument("--limit", type=float, default=10, help="seconds for one measurement, which hangs beyond them")
+    parser.add_argument("--output", type=Path, default=None, help="result file, written after each case")
+    parser.add_argument("--serve", default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve is not None:
+        serve(options.serve, options.cases[0], options)
+        return
+    deadline = time.monotonic() + options.budget
+    output = options.output or default_path("attention", torch.device("cuda"), RESULTS)
     rows: list[dict[str, Any]] = []
-    for head_dim in arguments.head_dims:
-        for mask in arguments.masks:
-            for seq_len in arguments.seq_lens:
-                size = (max(1, arguments.tokens // seq_len), max(1, HIDDEN // head_dim), seq_len, head_dim)
-                for name, attend in implementations(device, arguments.variants).items():
-                    timing = (arguments.warmup, arguments.rep)
-                    for row in measure(device, name, attend, size, mask == "causal", dtype, *timing):
-                        rows.append({**row, "dtype": dtype_name(dtype)})
-    print(device_name(device))
-    print_table(rows)
-    path = arguments.output or default_path("attention", device, RESULTS)
-    write_json(path, "attention", device, rows)
-    print(path)
+    served = {case: [Served(name, _command(name, case, options)) for name in options.names] for case in options.cases}
+    for each in chain(*served.values()):  # all compile at the same time, before the first measurement
+        each.answer()
+    for case, implementations in served.items():
+        if time.monotonic() < deadline:
+            rows += measure_case(case, implementations, options)
+            found = [{"kind": "attention", "dtype": "bfloat16", **row} for row in rows]
+            write_json(output, "attention", torch.device("cuda"), found, "comparison")
+    for each in chain(*served.values()):
+        each.close()
+    print_table(rows, options.seq_lens)
 
 
 if __name__ == "__main__":

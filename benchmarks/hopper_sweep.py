@@ -165,9 +165,8 @@ def _peer(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: 
 def _ours(
     config: Sm90Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
 ) -> Callable[[], torch.Tensor]:
-    """Return a call of the Hopper kernel's launcher with `config`, compiled and not yet run."""
+    """Return a call of the Hopper kernel's launcher with `config`."""
     from diyfa.backends.cuda.attention.launch import use_config
-    from diyfa.backends.cuda.gluon.inline_ptx import post_processing
     from diyfa.backends.cuda.hopper import configs as hopper_configs
     from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
     from diyfa.backends.cuda.runtime.passes import launch_each
@@ -178,10 +177,6 @@ def _ours(
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", b, h, h, s, s, d, dv, -1, 0 if causal else -1)
     out, lse = torch.empty_like(v), q.new_empty((b, h, s), dtype=torch.float32)
     tensors = AttentionTensors(q, k, v, d**-0.5)
-    launch = hopper_fwd_launch.make_launch(problem, tensors, out, lse, hopper_configs.fitted(problem, config))
-    with post_processing():
-        launch.kernel.warmup(**launch.arguments, **launch.constants, **launch.options, grid=(launch.grid,))
-
     def call() -> torch.Tensor:
         with use_config("sm90", lambda problem: hopper_configs.fitted(problem, config)):
             launch_each(hopper_fwd_launch.forward_pass(problem, tensors, out, lse).launches)

@@ -355,13 +355,18 @@ def count_tiles(problem: AttentionProblem, config: Sm90Config) -> int:
 
 
 def heads_in_parallel(problem: AttentionProblem) -> int:
-    """Return the number of query heads whose tiles alternate: if tiles differ in length, those whose K and V fit L2."""
+    """Return the number of query heads whose tiles alternate: if tiles differ in length, those whose K and V fit L2.
+
+    All groups of such heads are equally large, up to one KV head. The longest tiles of a group come first, so a small
+    last group would begin its long tiles when no others are left.
+    """
     if (problem.window_right < 0 and not problem.mask) or problem.window_left >= 0 or problem.varlen:
         return 1
     pair_bytes = 2 * 2 * problem.seqlen_k * problem.head_dim
     l2_bytes = L2_BYTES // 2 if problem.mask else L2_BYTES
-    n_heads = max(1, l2_bytes // pair_bytes) * (problem.heads_q // problem.heads_kv)
-    return min(n_heads, problem.batch * problem.heads_q)  # more would overflow the kernel's 32 bits
+    heads_kv = problem.batch * problem.heads_kv
+    groups = cdiv(heads_kv, max(1, l2_bytes // pair_bytes))
+    return cdiv(heads_kv, groups) * (problem.heads_q // problem.heads_kv)
 
 
 def has_fixed_max(problem: AttentionProblem, config: Sm90Config) -> bool:
