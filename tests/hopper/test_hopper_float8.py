@@ -1,4 +1,4 @@
-"""The Hopper kernel on float8: right results without a GPU, the order of its operands, and what it refuses."""
+"""The Hopper kernel on float8 and int8: right results without a GPU, the order of its operands, and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eight_bit_cases import F16, F32, Case, check
+from eight_bit_cases import BF16, E4M3, F16, F32, INT8, Case, check
 from guarded_memory import guard
 from hopper_interpreted import interpret, interpreted_only
 from poison import poisoned_allocations
@@ -60,6 +60,37 @@ CASES = {
     "equal_rows": case(data="equal", kind="block"),
     "zeros": case(data="zeros", kind="head", means=True),
     "large_scores": case(data="large", kind="head", seqlen_k=120),
+}  # fmt: skip
+
+
+def int8(value_dtype: torch.dtype = BF16, **changes) -> Case:
+    return case(dtype=INT8, value_dtype=value_dtype, **changes)
+
+
+CASES |= {
+    "int8_64": int8(kind="block", means=True, heads=4, heads_kv=2),
+    "int8_128": int8(head_dim=128, kind="block", options={"causal": True}, seqlen_q=200),
+    "int8_256": int8(F16, head_dim=256, seqlen_k=140, kind="head", means=True, out_dtype=F32),
+    "int8_192_128": int8(head_dim=192, head_dim_v=128, seqlen_k=140, means=True, options={"causal": True}),
+    "int8_128_192": int8(head_dim=128, head_dim_v=192, seqlen_q=64, seqlen_k=140, kind="head", means=True),
+    "int8_e4m3": int8(E4M3, head_dim=128, kind="block", means=True),
+    "int8_e4m3_256": int8(E4M3, head_dim=256, seqlen_k=140, kind="head", options={"causal": True}),
+    "int8_odd_head_dim": int8(head_dim=80, head_dim_v=48, means=True, kind="head"),
+    "int8_saturated": int8(data="saturated", head_dim=256, kind="block", options={"causal": True}),
+    "int8_saturated_e4m3": int8(E4M3, data="saturated", head_dim=128),
+    "int8_peaks": int8(data="peaks", head_dim=128),
+    "int8_outliers": int8(F16, data="outliers", kind="head"),
+    "int8_zeros": int8(data="zeros", kind="block", means=True),
+    "int8_window": int8(kind="block", means=True, options={"window": (100, 3)}),
+    "int8_below_0": int8(kind="block", means=True, options={"sm_scale": -0.3}),
+    "int8_softcap": int8(kind="block", options={"softcap": 8.0, "causal": True}),
+    "int8_alibi_sinks": int8(E4M3, kind="block", means=True, alibi=True, sinks=True, heads=2),
+    "int8_seq_lens": int8(lengths=(90, 7, 300), kind="block", means=True, seqlen_q=300, options={"causal": True}),
+    "int8_packed": int8(layout="thd", lengths=(90, 1, 0, 270), kind="head", means=True, seqlen_q=300, heads=2),
+    "int8_packed_e4m3": int8(E4M3, layout="thd", lengths=(150, 20), seqlen_q=150, seqlen_k=150, kind="block",
+                             means=True, options={"window": (60, 0)}),
+    "int8_rows_without_keys": int8(seqlen_q=230, seqlen_k=60, means=True, kind="block", options={"causal": True}),
+    "int8_one_visible_key": int8(means=True, options={"window": (0, 0)}),
 }  # fmt: skip
 
 

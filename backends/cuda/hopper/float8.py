@@ -115,15 +115,16 @@ class Factors:
         return total
 
     @gluon.jit
-    def dequantised(self, out, tile, problem, config):
-        """Return rows of out [64, columns], weighted means of quantised values, times v's descale plus v's mean."""
+    def dequantised(self, out, first_d, tile, problem, config):
+        """Return columns of out [64, columns] from first_d on, weighted means of quantised values, times v's descale plus
+        v's mean."""
         head = self.kv_head(tile, problem)
         if config.V_DESCALE == PER_TENSOR:
             out *= gl.load(self.v_descale_ptr)
         elif config.V_DESCALE == PER_HEAD:
             out *= gl.load(self.v_descale_ptr + head)
         if config.V_MEAN:
-            offs_d = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))
+            offs_d = first_d + gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))
             mean_ptr = self.v_mean_ptr + head.to(gl.int64) * config.HEAD_DIM_V
             out += gl.load(mean_ptr + offs_d, mask=offs_d < config.HEAD_DIM_V, other=0.0)[None, :]
         return out
