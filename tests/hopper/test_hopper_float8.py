@@ -17,6 +17,7 @@ from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import float8
 from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.backends.cuda.runtime.passes import launch_each
+from diyfa.features import dtype_name
 from diyfa.problem import VARLEN, AttentionProblem, AttentionTensors
 
 
@@ -198,8 +199,9 @@ def described(**changes) -> AttentionProblem:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": "float8_e5m2"}, "float16, bfloat16 and float8_e4m3fn, not float8_e5m2"),
-        ({"dtype": "int8", "value_dtype": "bfloat16"}, "not int8"),
+        ({"dtype": "float8_e5m2"}, "float16, bfloat16, float8_e4m3fn and int8, not float8_e5m2"),
+        ({"dtype": "int8", "value_dtype": "float8_e5m2"}, "beside int8, not of float8_e5m2"),
+        ({"dtype": "int8", "value_dtype": "bfloat16", "mask": (128, 128)}, "does not implement mask"),
         ({"arch": "sm_100"}, "only sm_90 has"),
         ({"dropout": True}, "does not implement dropout"),
         ({"bias": "bfloat16"}, "does not implement attn_bias"),
@@ -220,19 +222,27 @@ def test_the_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = registry.load_backend("cuda")
     assert registry.choose("attention_fwd", described(), cuda).name == "sm90"
     assert registry.choose("attention_fwd", described(dtype="float8_e5m2"), cuda).name == "v2"
+    for value_dtype, name in (("bfloat16", "sm90"), ("float16", "sm90"), ("float8_e4m3fn", "sm90"), ("float8_e5m2", "v2")):
+        assert registry.choose("attention_fwd", described(dtype="int8", value_dtype=value_dtype), cuda).name == name
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 192, 256])
 @pytest.mark.parametrize("head_dim_v", [64, 128, 256])
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (INT8, E4M3), (INT8, BF16)], ids=str)
 @pytest.mark.parametrize("changes", [{}, {"window_right": 0}, {"out_dtype": "float32"}, {"seqlen_q": 128, "batch": 1}])
-def test_buffers_fit_shared_memory(head_dim: int, head_dim_v: int, changes: dict) -> None:
-    problem = described(head_dim=head_dim, head_dim_v=head_dim_v, **changes)
+def test_buffers_fit_shared_memory(
+    head_dim: int, head_dim_v: int, dtypes: tuple[torch.dtype, torch.dtype], changes: dict
+) -> None:
+    dtype, value_dtype = map(dtype_name, dtypes)
+    types = {"dtype": dtype, "value_dtype": "" if value_dtype == dtype else value_dtype}
+    problem = described(head_dim=head_dim, head_dim_v=head_dim_v, **types, **changes)
     chosen = hopper_configs.select_config(problem)
-    width, boxes = hopper_configs.box_layout(head_dim, head_dim_v)
-    width_v, _ = hopper_configs.value_boxes(problem, chosen)
-    assert width * boxes >= head_dim and width_v >= head_dim_v
+    width, boxes = hopper_configs.box_layout(head_dim, head_dim_v, chosen.box_columns)
+    width_v, boxes_v = hopper_configs.value_boxes(problem, chosen)
+    assert width * boxes >= head_dim and width_v * boxes_v >= head_dim_v
     rows = chosen.consumers * hopper_configs.CONSUMER_ROWS
-    size = rows * width * boxes + chosen.stages // 2 * chosen.block_n * (width * boxes + width_v)
+    block_bytes = width * boxes + width_v * boxes_v * dtypes[1].itemsize
+    size = rows * width * boxes + chosen.stages // 2 * chosen.block_n * block_bytes
     assert chosen.separate_o_buffer or chosen.store_from_registers  # out is larger than the queries
-    size += rows * width_v * 2 if chosen.separate_o_buffer else 0
+    size += rows * width_v * boxes_v * 2 if chosen.separate_o_buffer else 0
     assert chosen.stages % 2 == 0 and size + 16384 <= 227 * 1024

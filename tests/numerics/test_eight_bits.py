@@ -304,7 +304,7 @@ def test_gpus_without_these_types_say_so() -> None:
     for variant, changes in (
         ("sm90", {"dtype": "float8_e5m2"}), ("v1", {}), ("split_kv", {"batch_invariant": True}),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"eight_bits|bfloat16 and float8_e4m3fn, not float8_e5m2"):
+        with pytest.raises(ValueError, match=r"eight_bits|float8_e4m3fn and int8, not float8_e5m2"):
             registry.choose("attention_fwd", hopper.replace(**changes), cuda, variant)
     for kernel in [kernel for name in ("cuda", "cpu") for kernel in registry.load_backend(name).kernels]:
         if kernel.op == "attention_bwd":

@@ -18,7 +18,7 @@ from diyfa.backends.cuda.gluon.barriers import wait_for_stores
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.chunks import attend_chunks
 from diyfa.backends.cuda.hopper.epilogue import head_offset, matrix, store_rows
-from diyfa.backends.cuda.hopper.float8 import block_factors, packed_weights, scaled_by_block, unpacked_weights
+from diyfa.backends.cuda.hopper.float8 import block_factors, packed_weights, unpacked_weights
 from diyfa.backends.cuda.hopper.fwd_common import Outputs, Shared
 from diyfa.backends.cuda.hopper.mma import (
     ROWS,
@@ -190,13 +190,12 @@ def _attend_blocks(
         s = warpgroup_mma_wait(len(o), deps=[s])  # the values may still run
         ring.channel.release(item)
         s = float32_scores(s, config)
-        s = scaled_by_block(s, factors)
         if FIXED_MAX:
-            weights = fixed_max_step(s, m_i, start_n, rows, consumer.score)
+            weights = fixed_max_step(s, m_i, start_n, rows, consumer.score, factors)
         else:
             weights, m_i, alpha = softmax_step(
                 s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED, words, consumer.function,
-                config.WEIGHT_SHIFT,
+                config.WEIGHT_SHIFT, factors,
             )  # fmt: skip
             l_i *= gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i += sums_by_thread(weights)
@@ -383,9 +382,9 @@ def _attend_tile(consumer, tile, item, q_loads):
     start_n = (order.end_block - 1) * config.BLOCK_N
     if config.SCORE_FN is not None and LISTED:
         start_n = keys.first_key(0, keys.columns(0), 0)
-    s = scaled_by_block(s, block_factors(consumer.block_factors_ptr, start_n, problem.seqlen_k, config))
+    factors = block_factors(consumer.block_factors_ptr, start_n, problem.seqlen_k, config)
     weights, m_i, _ = softmax_step(
-        s, m_i, start_n, rows, consumer.score, problem, MASKED, words, consumer.function, config.WEIGHT_SHIFT
+        s, m_i, start_n, rows, consumer.score, problem, MASKED, words, consumer.function, config.WEIGHT_SHIFT, factors
     )
     l_i = sums_by_thread(weights)
     o = zero_output(WIDTH, config.BOXES_V, config.BITS_V)
