@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eight_bit_cases import BF16, E4M3, F16, F32, INT8, Case, check
+from eight_bit_cases import BF16, E4M3, F16, F32, INT8, Case, check, make_call
 from guarded_memory import guard
 from hopper_interpreted import interpret, interpreted_only
 from poison import poisoned_allocations
 from targets import TARGETS
 
+import diyfa
 from diyfa import registry
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import float8
@@ -185,6 +186,47 @@ def test_schedules(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     with poisoned_allocations():
         check(chosen, TARGETS["cuda"], "sm90")
     assert kernel.launches == 1
+
+
+@interpreted_only
+@pytest.mark.parametrize(
+    "changes", [{"fixed_max": True, "pairs": True}, {"fixed_max": True, "q_in_registers": 2, "box_columns": 64},
+                {"pairs": True, "pingpong": True, "consumers": 3}, {"box_columns": 64, "pairs": True},
+                {"block_n": 64, "stages": 2}], ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("causal", [False, True])
+def test_schedules_of_int8(changes: dict, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = {"head_dim": 128, "heads": 2, "seqlen_q": 200, "seqlen_k": 430}
+    chosen = int8(kind="block", means=True, options={"causal": causal}, **size)
+    kernel = interpret(monkeypatch, config(chosen, **changes), seed=5)
+    with poisoned_allocations():
+        check(chosen, TARGETS["cuda"], "sm90")
+    assert kernel.launches == 1
+
+
+@interpreted_only
+def test_int8_sums_that_overflow_a_fixed_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of later blocks exceed the maximum of the first ones by more than float32 holds: the fallback computes them."""
+    chosen = int8(data="large", head_dim=128, kind="block", seqlen_q=130, seqlen_k=520)
+    interpret(monkeypatch, config(chosen, fixed_max=True), seed=5)
+    with poisoned_allocations():
+        check(chosen, TARGETS["cuda"], "sm90")
+
+
+@interpreted_only
+@pytest.mark.parametrize(("options", "last"), [({"causal": True}, 300), ({"window": (60, 0)}, 188)], ids=str)
+@pytest.mark.parametrize("chosen", [case(kind="block"), int8(kind="block")], ids=["float8", "int8"])
+def test_a_factor_that_is_nan_shows_where_its_keys_are_seen(
+    chosen: Case, options: dict, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The factor of keys 64 to 127. All rows up to 127 are one tile, and both blocks of keys are one of the kernel's."""
+    interpret(monkeypatch, config(chosen), seed=3)
+    (q, k, v), _ = make_call(replace(chosen, seqlen_q=300))
+    k.descale[:, :, 1] = float("nan")
+    out, lse = diyfa.flash_attention(q, k, v, **options, return_lse=True, backend="cuda", variant="sm90")
+    is_nan = (torch.arange(300) >= 64) & (torch.arange(300) < last)
+    assert torch.equal(out.isnan().all(-1), is_nan.expand(2, 1, -1)) and torch.equal(lse.isnan(), is_nan.expand(2, 1, -1))
+    assert out[:, :, ~is_nan].isfinite().all() and lse[:, :, ~is_nan].isfinite().all()
 
 
 # ---- which calls it takes

@@ -212,8 +212,13 @@ def test_what_is_not_finite_shows_where_a_key_is_seen(
     target, variant = run_by(kernel)
     if kernel == "sm90":  # which takes no softcap beside a mean
         options = {key: x for key, x in options.items() if key != "softcap"}
-    for kind, means, sinks in (("head", True, True), ("block", True, False), ("head", "mean" in name, True)):
-        case = Case(kind=kind, means=means, sinks=sinks, seqlen_q=70, seqlen_k=40, options=options)
+    for kind, means, sinks, types in (
+        ("head", True, True, {}),
+        ("block", True, False, {}),
+        ("head", "mean" in name, True, {}),
+        ("block", True, True, {"dtype": INT8, "value_dtype": BF16}),
+    ):
+        case = Case(kind=kind, means=means, sinks=sinks, seqlen_q=70, seqlen_k=40, options=options, **types)
         check_not_finite(on(kernel, case), target, name, value, 27 if "window" in options else 30, variant)
 
 
