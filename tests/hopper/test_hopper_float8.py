@@ -225,7 +225,9 @@ def test_a_factor_that_is_nan_shows_where_its_keys_are_seen(
     k.descale[:, :, 1] = float("nan")
     out, lse = diyfa.flash_attention(q, k, v, **options, return_lse=True, backend="cuda", variant="sm90")
     is_nan = (torch.arange(300) >= 64) & (torch.arange(300) < last)
-    assert torch.equal(out.isnan().all(-1), is_nan.expand(2, 1, -1)) and torch.equal(lse.isnan(), is_nan.expand(2, 1, -1))
+    assert torch.equal(out.isnan().all(-1), is_nan.expand(2, 1, -1)) and torch.equal(
+        lse.isnan(), is_nan.expand(2, 1, -1)
+    )
     assert out[:, :, ~is_nan].isfinite().all() and lse[:, :, ~is_nan].isfinite().all()
 
 
@@ -264,7 +266,12 @@ def test_the_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = registry.load_backend("cuda")
     assert registry.choose("attention_fwd", described(), cuda).name == "sm90"
     assert registry.choose("attention_fwd", described(dtype="float8_e5m2"), cuda).name == "v2"
-    for value_dtype, name in (("bfloat16", "sm90"), ("float16", "sm90"), ("float8_e4m3fn", "sm90"), ("float8_e5m2", "v2")):
+    for value_dtype, name in (
+        ("bfloat16", "sm90"),
+        ("float16", "sm90"),
+        ("float8_e4m3fn", "sm90"),
+        ("float8_e5m2", "v2"),
+    ):
         assert registry.choose("attention_fwd", described(dtype="int8", value_dtype=value_dtype), cuda).name == name
 
 

@@ -26,7 +26,7 @@ from diyfa.backends.cuda.hopper.mma import (
     box_buffer,
     box_matrix,
     finish_values,
-    float32_scores,
+    in_layout_of_weights,
     mma_operand,
     operand_layout,
     queries_in_registers,
@@ -189,7 +189,7 @@ def _attend_blocks(
             columns = keys.masked_columns(i + 2)
         s = warpgroup_mma_wait(len(o), deps=[s])  # the values may still run
         ring.channel.release(item)
-        s = float32_scores(s, config)
+        s = in_layout_of_weights(s, config)
         if FIXED_MAX:
             weights = fixed_max_step(s, m_i, start_n, rows, consumer.score, factors)
         else:
@@ -375,7 +375,7 @@ def _attend_tile(consumer, tile, item, q_loads):
         next_columns = keys.masked_columns(2)
     s = warpgroup_mma_wait(0, deps=[s])
     ring.channel.release(item)
-    s = float32_scores(s, config)
+    s = in_layout_of_weights(s, config)
     if LISTED:
         upcoming = (keys.codes(columns), next_columns)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)

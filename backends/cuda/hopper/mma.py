@@ -209,12 +209,12 @@ def start_scores(
 
 
 @gluon.jit
-def float32_scores(s, config):
-    """Return finished products of `start_scores` in float32, in the layout in which weights are computed.
+def in_layout_of_weights(s, config):
+    """Return finished products of `start_scores` in the layout in which weights are computed.
 
     That is the layout of an accumulator of out. A thread has the same products as before.
     """
-    return gl.convert_layout(s.to(gl.float32), accumulator_layout(config.BLOCK_N, config.BITS_V), assert_trivial=True)
+    return gl.convert_layout(s, accumulator_layout(config.BLOCK_N, config.BITS_V), assert_trivial=True)
 
 
 @gluon.jit

@@ -175,7 +175,7 @@ def by_column(s, factors):
 
 @gluon.jit
 def _largest_by_block(s, scales):
-    """Return the maxima [64] of products s [64, BLOCK_N] times `by_column(s, scales)`, for positive scales.
+    """Return the maxima [64] of products s [64, BLOCK_N] times `by_column(s, scales)`, float32, for positive scales.
 
     Each thread finds the maximum of its products with each scale, and multiplies only that.
     """
@@ -187,7 +187,7 @@ def _largest_by_block(s, scales):
     scale = scales[0]
     for i in gl.static_range(1, BLOCKS):
         scale = gl.where(block < i, scale, scales[i])
-    return gl.convert_layout(gl.max(gl.max(largest * scale, 2), 1), gl.SliceLayout(1, s.type.layout))
+    return gl.convert_layout(gl.max(gl.max(largest.to(gl.float32) * scale, 2), 1), gl.SliceLayout(1, s.type.layout))
 
 
 @gluon.jit
@@ -195,16 +195,21 @@ def softmax_step(
     s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, words=None, function=None, SHIFT: gl.constexpr = 0,
     factors=(),
 ):  # fmt: skip
-    """Return (weights p, running maximum, factor alpha of earlier sums) of products s [64, BLOCK_N].
+    """Return (weights p, running maximum, factor alpha of earlier sums) of products s [64, BLOCK_N], float32 or int32.
 
     The maximum is in units of log2. MASKED: a mask or the end of the keys may cut the block. A row may see none of it.
     `words`: the bits of a block mask, which then is the mask. `function`: a `ScoreFunction`. SHIFT: keep
     the maximum that much lower, so that weights are up to 2**SHIFT. `factors`: those that products still lack, one for
     each 64 columns, or ().
     """
-    # A factor joins the scale unless scores are changed before they are scaled. With a mask it does not either: a NaN
+    # Factors join the scale unless scores are changed before they are scaled. With a mask they do not either: a NaN
     # times -inf would show in rows that do not see its keys.
-    IN_SCALE: gl.constexpr = len(factors) > 0 and not (MASKED or score.SOFTCAP or score.ALIBI)
+    ONLY_SCALED: gl.constexpr = not (MASKED or score.SOFTCAP or score.ALIBI)
+    IN_SCALE: gl.constexpr = len(factors) > 0 and ONLY_SCALED
+    # For integers there is an instruction for the maximum of three: half as many as for pairs.
+    OF_INTEGERS: gl.constexpr = s.dtype == gl.int32 and ONLY_SCALED and not score.NEGATE
+    products = s
+    s = s.to(gl.float32)
     if len(factors) > 0 and not IN_SCALE:
         s = s * by_column(s, factors)
     s, scale = _scores(s, score)
@@ -223,14 +228,16 @@ def softmax_step(
         s = kept_scores(s, words)
     elif MASKED:
         s = mask_scores(s, start_n, rows, problem)
+    if not OF_INTEGERS:
+        products = s
     if IN_SCALE:
         scales = ()
         for i in gl.static_range(len(factors)):
             scales += (scale * factors[i],)
-        largest = _largest_by_block(s, scales)
+        largest = _largest_by_block(products, scales)
         scale = by_column(s, scales)
     else:
-        largest = gl.max(s, 1) * scale
+        largest = gl.max(products, 1).to(gl.float32) * scale
     if SHIFT:
         largest -= SHIFT
     m_new = gl.maximum(m_i, largest)
@@ -247,6 +254,7 @@ def fixed_max_step(s, m_i, start_n, rows, score, factors):
     the first blocks serves for the rest of the KV loop, until a sum exceeds what float32 holds. `factors`: as in
     `softmax_step`.
     """
+    s = s.to(gl.float32)
     if len(factors) > 0:
         s = s * by_column(s, factors)
     s, scale = _scores(s, score)
