@@ -206,7 +206,7 @@ def test_schedules_of_int8(changes: dict, causal: bool, monkeypatch: pytest.Monk
 
 @interpreted_only
 def test_int8_sums_that_overflow_a_fixed_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys of later blocks exceed the maximum of the first ones by more than float32 holds: the fallback computes them."""
+    """Later keys exceed the first blocks' maximum by more than float32 holds: the fallback computes the rows."""
     chosen = int8(data="large", head_dim=128, kind="block", seqlen_q=130, seqlen_k=520)
     interpret(monkeypatch, config(chosen, fixed_max=True), seed=5)
     with poisoned_allocations():
@@ -219,7 +219,7 @@ def test_int8_sums_that_overflow_a_fixed_maximum(monkeypatch: pytest.MonkeyPatch
 def test_a_factor_that_is_nan_shows_where_its_keys_are_seen(
     chosen: Case, options: dict, last: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The factor of keys 64 to 127. All rows up to 127 are one tile, and both blocks of keys are one of the kernel's."""
+    """The factor of keys 64 to 127. All rows up to 127 are one tile, and all keys up to 127 one block of the kernel."""
     interpret(monkeypatch, config(chosen), seed=3)
     (q, k, v), _ = make_call(replace(chosen, seqlen_q=300))
     k.descale[:, :, 1] = float("nan")

@@ -117,8 +117,10 @@ class Factors:
 
     @gluon.jit
     def dequantised(self, out, first_d, tile, problem, config):
-        """Return columns of out [64, columns] from first_d on, weighted means of quantised values, times v's descale plus
-        v's mean."""
+        """Return rows of out [64, columns], weighted means of quantised values, times v's descale plus v's mean.
+
+        The columns are those from first_d on.
+        """
         head = self.kv_head(tile, problem)
         if config.V_DESCALE == PER_TENSOR:
             out *= gl.load(self.v_descale_ptr)
