@@ -1,4 +1,4 @@
-"""The Hopper kernel on float8: right results without a GPU, the order of its operands, and what it refuses."""
+"""The Hopper kernel on float8 and int8: right results without a GPU, the order of its operands, and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eight_bit_cases import F16, F32, Case, check
+from eight_bit_cases import BF16, E4M3, F16, F32, INT8, Case, check, make_call
 from guarded_memory import guard
 from hopper_interpreted import interpret, interpreted_only
 from poison import poisoned_allocations
 from targets import TARGETS
 
+import diyfa
 from diyfa import registry
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.hopper import float8
 from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.backends.cuda.runtime.passes import launch_each
+from diyfa.features import dtype_name
 from diyfa.problem import VARLEN, AttentionProblem, AttentionTensors
 
 
@@ -60,6 +62,37 @@ CASES = {
     "equal_rows": case(data="equal", kind="block"),
     "zeros": case(data="zeros", kind="head", means=True),
     "large_scores": case(data="large", kind="head", seqlen_k=120),
+}  # fmt: skip
+
+
+def int8(value_dtype: torch.dtype = BF16, **changes) -> Case:
+    return case(dtype=INT8, value_dtype=value_dtype, **changes)
+
+
+CASES |= {
+    "int8_64": int8(kind="block", means=True, heads=4, heads_kv=2),
+    "int8_128": int8(head_dim=128, kind="block", options={"causal": True}, seqlen_q=200),
+    "int8_256": int8(F16, head_dim=256, seqlen_k=140, kind="head", means=True, out_dtype=F32),
+    "int8_192_128": int8(head_dim=192, head_dim_v=128, seqlen_k=140, means=True, options={"causal": True}),
+    "int8_128_192": int8(head_dim=128, head_dim_v=192, seqlen_q=64, seqlen_k=140, kind="head", means=True),
+    "int8_e4m3": int8(E4M3, head_dim=128, kind="block", means=True),
+    "int8_e4m3_256": int8(E4M3, head_dim=256, seqlen_k=140, kind="head", options={"causal": True}),
+    "int8_odd_head_dim": int8(head_dim=80, head_dim_v=48, means=True, kind="head"),
+    "int8_saturated": int8(data="saturated", head_dim=256, kind="block", options={"causal": True}),
+    "int8_saturated_e4m3": int8(E4M3, data="saturated", head_dim=128),
+    "int8_peaks": int8(data="peaks", head_dim=128),
+    "int8_outliers": int8(F16, data="outliers", kind="head"),
+    "int8_zeros": int8(data="zeros", kind="block", means=True),
+    "int8_window": int8(kind="block", means=True, options={"window": (100, 3)}),
+    "int8_below_0": int8(kind="block", means=True, options={"sm_scale": -0.3}),
+    "int8_softcap": int8(kind="block", options={"softcap": 8.0, "causal": True}),
+    "int8_alibi_sinks": int8(E4M3, kind="block", means=True, alibi=True, sinks=True, heads=2),
+    "int8_seq_lens": int8(lengths=(90, 7, 300), kind="block", means=True, seqlen_q=300, options={"causal": True}),
+    "int8_packed": int8(layout="thd", lengths=(90, 1, 0, 270), kind="head", means=True, seqlen_q=300, heads=2),
+    "int8_packed_e4m3": int8(E4M3, layout="thd", lengths=(150, 20), seqlen_q=150, seqlen_k=150, kind="block",
+                             means=True, options={"window": (60, 0)}),
+    "int8_rows_without_keys": int8(seqlen_q=230, seqlen_k=60, means=True, kind="block", options={"causal": True}),
+    "int8_one_visible_key": int8(means=True, options={"window": (0, 0)}),
 }  # fmt: skip
 
 
@@ -155,6 +188,49 @@ def test_schedules(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel.launches == 1
 
 
+@interpreted_only
+@pytest.mark.parametrize(
+    "changes", [{"fixed_max": True, "pairs": True}, {"fixed_max": True, "q_in_registers": 2, "box_columns": 64},
+                {"pairs": True, "pingpong": True, "consumers": 3}, {"box_columns": 64, "pairs": True},
+                {"block_n": 64, "stages": 2}], ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("causal", [False, True])
+def test_schedules_of_int8(changes: dict, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = {"head_dim": 128, "heads": 2, "seqlen_q": 200, "seqlen_k": 430}
+    chosen = int8(kind="block", means=True, options={"causal": causal}, **size)
+    kernel = interpret(monkeypatch, config(chosen, **changes), seed=5)
+    with poisoned_allocations():
+        check(chosen, TARGETS["cuda"], "sm90")
+    assert kernel.launches == 1
+
+
+@interpreted_only
+def test_int8_sums_that_overflow_a_fixed_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later keys exceed the first blocks' maximum by more than float32 holds: the fallback computes the rows."""
+    chosen = int8(data="large", head_dim=128, kind="block", seqlen_q=130, seqlen_k=520)
+    interpret(monkeypatch, config(chosen, fixed_max=True), seed=5)
+    with poisoned_allocations():
+        check(chosen, TARGETS["cuda"], "sm90")
+
+
+@interpreted_only
+@pytest.mark.parametrize(("options", "last"), [({"causal": True}, 300), ({"window": (60, 0)}, 188)], ids=str)
+@pytest.mark.parametrize("chosen", [case(kind="block"), int8(kind="block")], ids=["float8", "int8"])
+def test_a_factor_that_is_nan_shows_where_its_keys_are_seen(
+    chosen: Case, options: dict, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The factor of keys 64 to 127. All rows up to 127 are one tile, and all keys up to 127 one block of the kernel."""
+    interpret(monkeypatch, config(chosen), seed=3)
+    (q, k, v), _ = make_call(replace(chosen, seqlen_q=300))
+    k.descale[:, :, 1] = float("nan")
+    out, lse = diyfa.flash_attention(q, k, v, **options, return_lse=True, backend="cuda", variant="sm90")
+    is_nan = (torch.arange(300) >= 64) & (torch.arange(300) < last)
+    assert torch.equal(out.isnan().all(-1), is_nan.expand(2, 1, -1)) and torch.equal(
+        lse.isnan(), is_nan.expand(2, 1, -1)
+    )
+    assert out[:, :, ~is_nan].isfinite().all() and lse[:, :, ~is_nan].isfinite().all()
+
+
 # ---- which calls it takes
 
 
@@ -167,8 +243,9 @@ def described(**changes) -> AttentionProblem:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": "float8_e5m2"}, "float16, bfloat16 and float8_e4m3fn, not float8_e5m2"),
-        ({"dtype": "int8", "value_dtype": "bfloat16"}, "not int8"),
+        ({"dtype": "float8_e5m2"}, "float16, bfloat16, float8_e4m3fn and int8, not float8_e5m2"),
+        ({"dtype": "int8", "value_dtype": "float8_e5m2"}, "beside int8, not of float8_e5m2"),
+        ({"dtype": "int8", "value_dtype": "bfloat16", "mask": (128, 128)}, "does not implement mask"),
         ({"arch": "sm_100"}, "only sm_90 has"),
         ({"dropout": True}, "does not implement dropout"),
         ({"bias": "bfloat16"}, "does not implement attn_bias"),
@@ -189,19 +266,32 @@ def test_the_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = registry.load_backend("cuda")
     assert registry.choose("attention_fwd", described(), cuda).name == "sm90"
     assert registry.choose("attention_fwd", described(dtype="float8_e5m2"), cuda).name == "v2"
+    for value_dtype, name in (
+        ("bfloat16", "sm90"),
+        ("float16", "sm90"),
+        ("float8_e4m3fn", "sm90"),
+        ("float8_e5m2", "v2"),
+    ):
+        assert registry.choose("attention_fwd", described(dtype="int8", value_dtype=value_dtype), cuda).name == name
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128, 192, 256])
 @pytest.mark.parametrize("head_dim_v", [64, 128, 256])
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (INT8, E4M3), (INT8, BF16)], ids=str)
 @pytest.mark.parametrize("changes", [{}, {"window_right": 0}, {"out_dtype": "float32"}, {"seqlen_q": 128, "batch": 1}])
-def test_buffers_fit_shared_memory(head_dim: int, head_dim_v: int, changes: dict) -> None:
-    problem = described(head_dim=head_dim, head_dim_v=head_dim_v, **changes)
+def test_buffers_fit_shared_memory(
+    head_dim: int, head_dim_v: int, dtypes: tuple[torch.dtype, torch.dtype], changes: dict
+) -> None:
+    dtype, value_dtype = map(dtype_name, dtypes)
+    types = {"dtype": dtype, "value_dtype": "" if value_dtype == dtype else value_dtype}
+    problem = described(head_dim=head_dim, head_dim_v=head_dim_v, **types, **changes)
     chosen = hopper_configs.select_config(problem)
-    width, boxes = hopper_configs.box_layout(head_dim, head_dim_v)
-    width_v, _ = hopper_configs.value_boxes(problem, chosen)
-    assert width * boxes >= head_dim and width_v >= head_dim_v
+    width, boxes = hopper_configs.box_layout(head_dim, head_dim_v, chosen.box_columns)
+    width_v, boxes_v = hopper_configs.value_boxes(problem, chosen)
+    assert width * boxes >= head_dim and width_v * boxes_v >= head_dim_v
     rows = chosen.consumers * hopper_configs.CONSUMER_ROWS
-    size = rows * width * boxes + chosen.stages // 2 * chosen.block_n * (width * boxes + width_v)
+    block_bytes = width * boxes + width_v * boxes_v * dtypes[1].itemsize
+    size = rows * width * boxes + chosen.stages // 2 * chosen.block_n * block_bytes
     assert chosen.separate_o_buffer or chosen.store_from_registers  # out is larger than the queries
-    size += rows * width_v * 2 if chosen.separate_o_buffer else 0
+    size += rows * width_v * boxes_v * 2 if chosen.separate_o_buffer else 0
     assert chosen.stages % 2 == 0 and size + 16384 <= 227 * 1024

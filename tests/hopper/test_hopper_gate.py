@@ -17,6 +17,8 @@ TABLES = {
     "score functions": configs.SCORE_CONFIGS.values(),
     "float8": configs.FLOAT8_CONFIGS.values(),
     "small, float8": configs.FLOAT8_SMALL.values(),
+    "int8": configs.INT8_CONFIGS.values(),
+    "small, int8": configs.INT8_SMALL.values(),
 }
 
 

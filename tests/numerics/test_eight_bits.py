@@ -212,8 +212,13 @@ def test_what_is_not_finite_shows_where_a_key_is_seen(
     target, variant = run_by(kernel)
     if kernel == "sm90":  # which takes no softcap beside a mean
         options = {key: x for key, x in options.items() if key != "softcap"}
-    for kind, means, sinks in (("head", True, True), ("block", True, False), ("head", "mean" in name, True)):
-        case = Case(kind=kind, means=means, sinks=sinks, seqlen_q=70, seqlen_k=40, options=options)
+    for kind, means, sinks, types in (
+        ("head", True, True, {}),
+        ("block", True, False, {}),
+        ("head", "mean" in name, True, {}),
+        ("block", True, True, {"dtype": INT8, "value_dtype": BF16}),
+    ):
+        case = Case(kind=kind, means=means, sinks=sinks, seqlen_q=70, seqlen_k=40, options=options, **types)
         check_not_finite(on(kernel, case), target, name, value, 27 if "window" in options else 30, variant)
 
 
@@ -304,7 +309,7 @@ def test_gpus_without_these_types_say_so() -> None:
     for variant, changes in (
         ("sm90", {"dtype": "float8_e5m2"}), ("v1", {}), ("split_kv", {"batch_invariant": True}),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"eight_bits|bfloat16 and float8_e4m3fn, not float8_e5m2"):
+        with pytest.raises(ValueError, match=r"eight_bits|float8_e4m3fn and int8, not float8_e5m2"):
             registry.choose("attention_fwd", hopper.replace(**changes), cuda, variant)
     for kernel in [kernel for name in ("cuda", "cpu") for kernel in registry.load_backend(name).kernels]:
         if kernel.op == "attention_bwd":

@@ -11,7 +11,7 @@ from diyfa.backends.cuda.attention.configs import TMA_MIN_WORK, has_tma
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.gluon.compat import NEWEST, OLDEST, has_gluon, ptxas_options
 from diyfa.backends.cuda.runtime.launch import is_interpreting, multiprocessors
-from diyfa.eight_bits import FLOAT8
+from diyfa.eight_bits import EIGHT_BITS
 from diyfa.problem import AttentionProblem, cached_per_kind, cached_per_problem, refuse_features
 from diyfa.score_code import gathered_loads
 
@@ -20,7 +20,7 @@ FEATURES = frozenset(
 )
 ARCH = "sm_90"
 DTYPES = ("float16", "bfloat16")
-E4M3 = "float8_e4m3fn"
+E4M3, INT8 = "float8_e4m3fn", "int8"
 MIN_HEAD_DIM, MAX_HEAD_DIM = 33, 256  # with fewer columns, half a tile would be zeros
 CONSUMER_ROWS = 64  # queries of one consumer warpgroup
 # With these features the producer needs more than 24 registers; ptxas would spill.
@@ -133,7 +133,7 @@ NARROW_V: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
                  store_from_registers=True, measured=_H200 + "481/682/729")),
     ),
 }
-# float8_e4m3fn: columns of a tile, a power of two, and mask. Figures: docs/log/eight-bits.md.
+# float8_e4m3fn, and int8 with a v of it: columns of a tile, a power of two, and mask. Figures: docs/log/eight-bits.md.
 FLOAT8_CONFIGS: dict[tuple[int, bool], Sm90Config] = {
     (64, False): C(3, 128, 8, True, 160, 32, persistent=True, pingpong=True),
     (64, True): C(3, 128, 8, True, 160, 32, persistent=True, scheduler="dynamic", pingpong=True),
@@ -143,12 +143,27 @@ FLOAT8_CONFIGS: dict[tuple[int, bool], Sm90Config] = {
     (256, True): C(2, 128, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True,
                    store_from_registers=True),
 }
+# int8 with a v of 16 bits, as above.
+INT8_CONFIGS: dict[tuple[int, bool], Sm90Config] = {
+    (64, False): C(3, 128, 8, True, 160, 32, persistent=True, pingpong=True, pairs=True),
+    (64, True): C(3, 128, 8, True, 160, 32, persistent=True, scheduler="dynamic", pingpong=True, pairs=True),
+    (128, False): C(2, 128, 6, True, 240, 24, persistent=True, pingpong=True, pairs=True, q_in_registers=1),
+    (128, True): C(2, 128, 6, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True),
+    (256, False): C(2, 64, 6, False, 240, 24, persistent=True, pingpong=True, store_from_registers=True),
+    (256, True): C(2, 64, 6, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True,
+                   store_from_registers=True),
+}
 # fmt: on
 # For calls with too few tiles of CONFIGS: 64 queries of one consumer. Two such programs fit a multiprocessor and
 # overlap as two consumers do. Not at 256 columns, where the accumulators alone fill half of the registers.
 FLOAT8_SMALL: dict[int, Sm90Config] = {
     64: C(1, 128, 4, False, 232, 24, store_from_registers=True),
     128: C(1, 128, 4, False, 232, 24, store_from_registers=True),
+    256: C(1, 64, 4, False, 248, 88, store_from_registers=True),
+}
+INT8_SMALL: dict[int, Sm90Config] = {
+    64: C(1, 128, 4, False, 232, 24, store_from_registers=True),
+    128: C(1, 64, 4, False, 232, 24, store_from_registers=True),
     256: C(1, 64, 4, False, 248, 88, store_from_registers=True),
 }
 SMALL: dict[int, Sm90Config] = {
@@ -209,8 +224,8 @@ SCORE_CONFIGS: dict[int, Sm90Config] = {
 @cached_per_problem
 def select_config(problem: AttentionProblem) -> Sm90Config:
     """Return the config of a problem that `refuses` accepts."""
-    if problem.dtype in FLOAT8:
-        return float8_config(problem)
+    if problem.dtype in EIGHT_BITS:
+        return eight_bit_config(problem)
     if problem.batch_invariant:
         return fitted(problem, INVARIANT[tile_class(problem)[0]])
     rows = config_rows(problem)
@@ -235,12 +250,13 @@ def select_config(problem: AttentionProblem) -> Sm90Config:
     return fitted(problem, config)
 
 
-def float8_config(problem: AttentionProblem) -> Sm90Config:
-    """Return the config of a problem of float8."""
+def eight_bit_config(problem: AttentionProblem) -> Sm90Config:
+    """Return the config of a problem whose q and k have 8 bits."""
     columns = max(64, padded_head_dim(widest(problem)))
-    config = FLOAT8_CONFIGS[columns, problem.window_right >= 0]
+    table, small = (FLOAT8_CONFIGS, FLOAT8_SMALL) if value_dtype(problem) == E4M3 else (INT8_CONFIGS, INT8_SMALL)
+    config = table[columns, problem.window_right >= 0]
     if count_tiles(problem, config) < FULL_GPU or problem.seqlen_q < config.consumers * CONSUMER_ROWS:
-        config = FLOAT8_SMALL[columns]
+        config = small[columns]
     if problem.out_dtype == "float32":
         config = replace(config, separate_o_buffer=False, store_from_registers=True)
     if config.persistent and config.scheduler == "static" and problem.features & {"seq_lens", "varlen"}:
@@ -312,9 +328,14 @@ def box_layout(head_dim: int, other: int, box_columns: int = 0) -> tuple[int, in
     return max(64, padded_head_dim(head_dim)), 1
 
 
+def value_dtype(problem: AttentionProblem) -> str:
+    """Return the dtype of V."""
+    return problem.value_dtype or problem.dtype
+
+
 def value_boxes(problem: AttentionProblem, config: Sm90Config) -> tuple[int, int]:
-    """Return `box_layout` of V and out. V of float8 is read transposed, in one box."""
-    if problem.dtype in FLOAT8:
+    """Return `box_layout` of V and out. V of 8 bits is read transposed, in one box."""
+    if value_dtype(problem) == E4M3:
         return max(64, padded_head_dim(problem.head_dim_v)), 1
     return box_layout(problem.head_dim_v, problem.head_dim, config.box_columns)
 
@@ -370,13 +391,13 @@ def heads_in_parallel(problem: AttentionProblem) -> int:
 
 
 def has_fixed_max(problem: AttentionProblem, config: Sm90Config) -> bool:
-    """Return the kernel's FIXED_MAX. It needs bfloat16: weights relative to a fixed maximum may be large.
+    """Return the kernel's FIXED_MAX. It needs weights of bfloat16: those relative to a fixed maximum may be large.
 
     With ALiBi and no causal mask the nearest keys come late. Their scores exceed those of the first blocks by slope
     times distance, which no range holds.
     """
     near_first = problem.causal or not problem.alibi
-    return config.fixed_max and problem.dtype == "bfloat16" and near_first and not problem.score_fn
+    return config.fixed_max and value_dtype(problem) == "bfloat16" and near_first and not problem.score_fn
 
 
 def tile_info_count(config: Sm90Config) -> int:
@@ -406,10 +427,12 @@ def _refuses_kind(problem: AttentionProblem) -> str | None:
     """Return why the kernel takes no problem of this kind, or None."""
     if problem.arch != ARCH:
         return f"sm90 is made of instructions that only {ARCH} has, this is {problem.arch}"
-    if problem.dtype not in (*DTYPES, E4M3):
-        return f"sm90 takes {', '.join(DTYPES)} and {E4M3}, not {problem.dtype}"
+    if problem.dtype not in (*DTYPES, E4M3, INT8):
+        return f"sm90 takes {', '.join(DTYPES)}, {E4M3} and {INT8}, not {problem.dtype}"
+    if problem.dtype == INT8 and value_dtype(problem) not in (*DTYPES, E4M3):
+        return f"sm90 takes a v of {', '.join(DTYPES)} and {E4M3} beside {INT8}, not of {value_dtype(problem)}"
     features = INVARIANT_FEATURES if problem.batch_invariant else FEATURES
-    if problem.dtype == E4M3 and not problem.batch_invariant:
+    if problem.dtype in EIGHT_BITS and not problem.batch_invariant:
         features = (features - {"mask", "score_fn"}) | {"eight_bits"}
     if reason := refuse_features(problem, features, "sm90"):
         return reason

@@ -9,9 +9,10 @@ left operand of a product of 8 bits has another layout: of each 16 keys, a threa
 of keys in a sum does not matter. So weights stay where they are, and the transposed V has its keys, in each group of
 16, in the order in which threads have the weights (`key_in_group`).
 
-Factors are applied as in the portable kernel (`attention/eight_bits.py`). One factor multiplies all products of a tile.
-If each block of 64 keys has a descale, each 64 columns of products are multiplied by theirs as well. The factor and the
-mean of v are applied to finished rows. The mean of k adds a number to each row's log-sum-exp.
+Factors are applied as in the portable kernel (`attention/eight_bits.py`). One factor multiplies the scale of a tile's
+scores. If each block of 64 keys has a descale, each 64 columns of products have a factor of their own as well, which
+`softmax_step` applies. The factor and the mean of v are applied to finished rows. The mean of k adds a number to each
+row's log-sum-exp.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -115,15 +116,18 @@ class Factors:
         return total
 
     @gluon.jit
-    def dequantised(self, out, tile, problem, config):
-        """Return rows of out [64, columns], weighted means of quantised values, times v's descale plus v's mean."""
+    def dequantised(self, out, first_d, tile, problem, config):
+        """Return rows of out [64, columns], weighted means of quantised values, times v's descale plus v's mean.
+
+        The columns are those from first_d on.
+        """
         head = self.kv_head(tile, problem)
         if config.V_DESCALE == PER_TENSOR:
             out *= gl.load(self.v_descale_ptr)
         elif config.V_DESCALE == PER_HEAD:
             out *= gl.load(self.v_descale_ptr + head)
         if config.V_MEAN:
-            offs_d = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))
+            offs_d = first_d + gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))
             mean_ptr = self.v_mean_ptr + head.to(gl.int64) * config.HEAD_DIM_V
             out += gl.load(mean_ptr + offs_d, mask=offs_d < config.HEAD_DIM_V, other=0.0)[None, :]
         return out
@@ -141,22 +145,6 @@ def block_factors(block_factors_ptr, start_n, seqlen_k, config):
         for i in gl.static_range(config.BLOCK_N // BLOCK_K):
             factors += (gl.load(block_factors_ptr + gl.minimum(start_n // BLOCK_K + i, last)),)
     return factors
-
-
-@gluon.jit
-def scaled_by_block(s, factors):
-    """Return products s [64, BLOCK_N] times the `block_factors` of their columns."""
-    if len(factors) == 1:
-        s = s * factors[0]
-    elif len(factors) > 1:
-        column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))[None, :]
-        # Bits 1 and 2 of a column depend on the lane. Without them the comparison is decided when it is compiled.
-        index = (column & ~6) // BLOCK_K
-        factor = gl.where(index == 0, factors[0], factors[1])
-        for i in gl.static_range(2, len(factors)):
-            factor = gl.where(index == i, factors[i], factor)
-        s = s * factor
-    return s
 
 
 # ---- Weights as operands of 8 bits ---------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ of 129 to 192 columns consists of three TMA boxes of 64.
 
 Keys may be in a cache, contiguous or in pages (`hopper/prefill.py`). With a block mask a tile visits the listed blocks
 only, partial ones first (`gluon/block_mask.py`). In batch-invariant mode it visits chunks of blocks from right to left,
-and each chunk has sums of its own (`chunks.py`). `float8.py` has what differs for float8.
+and each chunk has sums of its own (`chunks.py`). `float8.py` has what differs for
+float8 and int8.
 
 Read `_fwd_sm90_kernel` first, then `run_producer` and `run_consumer`.
 """
@@ -148,8 +149,8 @@ def _fwd_sm90_kernel(
         v_buffers = k_buffers
     else:
         V_BUFFERS: gl.constexpr = buffer_count(K_STAGES, config.BOXES_V, True)
-        # In float8 V is transposed: a buffer has a row for each column of V.
-        V_ROWS: gl.constexpr = config.BLOCK_N if config.BITS == 16 else v_tensor.block_shape[2]
+        # V of 8 bits is transposed: a buffer has a row for each column of V.
+        V_ROWS: gl.constexpr = config.BLOCK_N if config.BITS_V == 16 else v_tensor.block_shape[2]
         v_buffers = _key_buffers(v_tensor, V_BUFFERS, V_ROWS)
     if config.SEPARATE_O_BUFFER:
         O_TILES: gl.constexpr = config.CONSUMERS * (2 if config.OUT_IN_TOTALS else 1)
@@ -170,7 +171,7 @@ def _fwd_sm90_kernel(
         flags = OverflowFlags(None, config.CONSUMERS, config.TILE_INFOS)
     ones = q_buffers
     if config.FIXED_MAX:
-        ones = allocate_ones(DTYPE, config.BLOCK_N)
+        ones = allocate_ones(v_tensor.dtype, config.BLOCK_N)
     TOTAL: gl.constexpr = ROWS * o_tensor.block_shape[-1] * config.BOXES_V
     if config.SHARED_TOTALS:
         TOTALS_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -61,8 +61,10 @@ class Sm90Constants(Constants):
     shared_totals: bool = False  # the totals of chunks lie in shared memory; else in global memory
     out_in_totals: bool = False  # out leaves through the totals' memory; implies SEPARATE_O_BUFFER and SHARED_TOTALS
     fallback: bool = False  # compute only the flagged tiles (`overflow.py`)
-    # For float8 (`float8.py`). Kinds of descales are those of `diyfa.eight_bits`: PER_TENSOR, PER_HEAD, PER_BLOCK.
-    bits: int = 16  # of an element of q, k, v and of the weights
+    # For float8 and int8 (`float8.py`). Kinds of descales are those of `diyfa.eight_bits`: PER_TENSOR, PER_HEAD,
+    # PER_BLOCK.
+    bits: int = 16  # of an element of q and k
+    bits_v: int = 16  # of an element of v and of the weights
     head_dim: int = 0
     head_dim_v: int = 0
     q_descale: int = 0  # kind of descale; 0: none

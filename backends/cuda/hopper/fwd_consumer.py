@@ -18,7 +18,7 @@ from diyfa.backends.cuda.gluon.barriers import wait_for_stores
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.chunks import attend_chunks
 from diyfa.backends.cuda.hopper.epilogue import head_offset, matrix, store_rows
-from diyfa.backends.cuda.hopper.float8 import block_factors, packed_weights, scaled_by_block, unpacked_weights
+from diyfa.backends.cuda.hopper.float8 import block_factors, packed_weights, unpacked_weights
 from diyfa.backends.cuda.hopper.fwd_common import Outputs, Shared
 from diyfa.backends.cuda.hopper.mma import (
     ROWS,
@@ -26,6 +26,7 @@ from diyfa.backends.cuda.hopper.mma import (
     box_buffer,
     box_matrix,
     finish_values,
+    in_layout_of_weights,
     mma_operand,
     operand_layout,
     queries_in_registers,
@@ -92,12 +93,12 @@ class Consumer:
     shared: Shared
     outputs: Outputs
     score: Score
-    block_factors_ptr: gl.tensor | gl.constexpr  # float8, of a tile's KV head: `Factors.block_factors_ptr`
+    block_factors_ptr: gl.tensor | gl.constexpr  # 8 bits, of a tile's KV head: `Factors.block_factors_ptr`
     function: ScoreFunction | gl.constexpr  # the user's, of a tile's query head, or None
 
     @gluon.jit
     def with_factors(self, score, block_factors_ptr):
-        """Return the state for a tile of float8, whose factors are in `score` and at `block_factors_ptr`."""
+        """Return the state for a tile of 8 bits, whose factors are in `score` and at `block_factors_ptr`."""
         return Consumer(self.INDEX, self.problem, self.shared, self.outputs, score, block_factors_ptr, None)
 
     @gluon.jit
@@ -110,7 +111,7 @@ class Consumer:
     def weights_operand(self, weights, o):
         """Return weights [64, BLOCK_N] as the operand that `start_block_values` takes in the next iteration."""
         config: gl.constexpr = self.shared.config
-        if config.BITS == 8:
+        if config.BITS_V == 8:
             p = packed_weights(weights, self.shared.ring.v_buffers.dtype)
         else:
             p = mma_operand(weights, o, self.shared.ring.v_buffers.dtype, config.PAIRS)
@@ -121,7 +122,7 @@ class Consumer:
         """Start adding weights times V of ring item `item` to each accumulator of out. p: `weights_operand`."""
         config: gl.constexpr = self.shared.config
         ring = self.shared.ring
-        if config.BITS == 8:
+        if config.BITS_V == 8:
             V_TYPE: gl.constexpr = ring.v_buffers.dtype
             weights = unpacked_weights(p, V_TYPE, operand_layout(o[0].type.layout, 8))
             v = box_matrix(ring.v_buffers, ring.buffer_index(item), 0, 1).permute((1, 0))
@@ -188,13 +189,13 @@ def _attend_blocks(
             columns = keys.masked_columns(i + 2)
         s = warpgroup_mma_wait(len(o), deps=[s])  # the values may still run
         ring.channel.release(item)
-        s = scaled_by_block(s, factors)
+        s = in_layout_of_weights(s, config)
         if FIXED_MAX:
-            weights = fixed_max_step(s, m_i, start_n, rows, consumer.score)
+            weights = fixed_max_step(s, m_i, start_n, rows, consumer.score, factors)
         else:
             weights, m_i, alpha = softmax_step(
                 s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED, words, consumer.function,
-                config.WEIGHT_SHIFT,
+                config.WEIGHT_SHIFT, factors,
             )  # fmt: skip
             l_i *= gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i += sums_by_thread(weights)
@@ -265,7 +266,7 @@ def _finish_rows(consumer, tile, rows, offs_m, o, m_i, l_i, scale, mean_products
     """Return (factor of out, weight of all keys beside the sink, lse) of rows [64] after the KV loop.
 
     `mean_products` [64]: with K_MEAN, the products of the queries with the mean of k. `scale`: that of the scores,
-    without factors of float8.
+    without the factors.
     """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
@@ -312,7 +313,7 @@ def _attend_tile(consumer, tile, item, q_loads):
        there is no window beside it.
     4. Epilogue: values of the last block, division by the sum of weights, lse, stores.
 
-    float8: factors of q and k join the scale of the scores, those of key blocks multiply columns of products, that of v
+    8 bits: factors of q and k join the scale of the scores, those of key blocks multiply columns of products, that of v
     multiplies finished rows. The mean of k adds the same number to all scores of a row, so it joins the lse only.
 
     `item`: ring item of the first block's K; its V is item + 1. `q_loads`: tiles of queries that were loaded before.
@@ -325,7 +326,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     queries = consumer.shared.queries
     CONSUMER: gl.constexpr = consumer.INDEX
     WIDTH: gl.constexpr = outputs.o_tensor.block_shape[-1]
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N, config.BITS))
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, accumulator_layout(config.BLOCK_N, config.BITS_V))
     # HAS_LEFT is not needed here: it implies HAS_RIGHT or CHECK_KEYS.
     MASKED: gl.constexpr = problem.HAS_RIGHT or problem.CHECK_KEYS
     LISTED: gl.constexpr = config.MASK_K > 0  # key blocks come from the list of a block mask
@@ -351,7 +352,7 @@ def _attend_tile(consumer, tile, item, q_loads):
         words = keys.keep_words(0, (tile.listed.code, tile.listed.next_code), gl.arange(0, ROWS, layout=S_ROWS))
 
     # Prologue: no block comes before the first one, so there are no values to add.
-    scale = consumer.score.scale  # without factors of float8
+    scale = consumer.score.scale  # without the factors
     if config.BITS == 8:
         q_factor = outputs.factors.query_factor(tile, row0, problem, config)
         score = consumer.score.scaled(q_factor * outputs.factors.key_factor(tile, problem, config))
@@ -374,18 +375,19 @@ def _attend_tile(consumer, tile, item, q_loads):
         next_columns = keys.masked_columns(2)
     s = warpgroup_mma_wait(0, deps=[s])
     ring.channel.release(item)
+    s = in_layout_of_weights(s, config)
     if LISTED:
         upcoming = (keys.codes(columns), next_columns)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
     start_n = (order.end_block - 1) * config.BLOCK_N
     if config.SCORE_FN is not None and LISTED:
         start_n = keys.first_key(0, keys.columns(0), 0)
-    s = scaled_by_block(s, block_factors(consumer.block_factors_ptr, start_n, problem.seqlen_k, config))
+    factors = block_factors(consumer.block_factors_ptr, start_n, problem.seqlen_k, config)
     weights, m_i, _ = softmax_step(
-        s, m_i, start_n, rows, consumer.score, problem, MASKED, words, consumer.function, config.WEIGHT_SHIFT
+        s, m_i, start_n, rows, consumer.score, problem, MASKED, words, consumer.function, config.WEIGHT_SHIFT, factors
     )
     l_i = sums_by_thread(weights)
-    o = zero_output(WIDTH, config.BOXES_V, config.BITS)
+    o = zero_output(WIDTH, config.BOXES_V, config.BITS_V)
     if config.FIXED_MAX:
         o += (zero_sums(),)
     p = consumer.weights_operand(weights, o)
@@ -514,7 +516,8 @@ def _store_output(consumer, tile, row0, o, factor, keys_weight):
         by_row = gl.convert_layout(factor, gl.SliceLayout(1, o[run].type.layout))[:, None]
         # Rows without keys become 0 even if o is NaN. A row with a NaN score has a factor of NaN and remains NaN.
         if config.BITS == 8:
-            values = outputs.factors.dequantised(o[run] * by_row, tile, problem, config)
+            column = run_start(run, config.BOXES_V) * WIDTH
+            values = outputs.factors.dequantised(o[run] * by_row, column, tile, problem, config)
             out = gl.where(by_row == 0.0, 0.0, values)
         else:
             out = gl.where(by_row == 0.0, 0.0, o[run] * by_row)

@@ -16,6 +16,7 @@ from diyfa.backends.cuda.gluon.tile_counter import launch_counter
 from diyfa.backends.cuda.gluon.tma import dense_descriptor, descriptor_steps, ragged_descriptor, smem_box
 from diyfa.backends.cuda.hopper.configs import (
     CONSUMER_ROWS,
+    E4M3,
     Sm90Config,
     box_layout,
     compile_options,
@@ -27,6 +28,7 @@ from diyfa.backends.cuda.hopper.configs import (
     select_config,
     tile_info_count,
     value_boxes,
+    value_dtype,
 )
 from diyfa.backends.cuda.hopper.float8 import transpose_launch, transposed_values
 from diyfa.backends.cuda.hopper.fwd import CACHE_ARGUMENTS, SCORE_TENSORS, _fwd_sm90_kernel
@@ -34,7 +36,7 @@ from diyfa.backends.cuda.hopper.fwd_common import Sm90Constants
 from diyfa.backends.cuda.hopper.score_functions import SPELLING
 from diyfa.backends.cuda.runtime.launcher import Tiles
 from diyfa.backends.cuda.runtime.passes import Pass
-from diyfa.eight_bits import FLOAT8, WEIGHT_SHIFT
+from diyfa.eight_bits import EIGHT_BITS, WEIGHT_SHIFT
 from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, cached_per_kind, per_head_stride
 from diyfa.score_code import value_source
 
@@ -50,7 +52,7 @@ def constants(problem: AttentionProblem, config: Sm90Config, negate: bool) -> Sm
 def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_partial_block: bool) -> Sm90Constants:
     ragged = lengths_constant(problem) != EQUAL.value
     boxes = box_layout(problem.head_dim, problem.head_dim_v, config.box_columns)[1]
-    is_float8 = problem.dtype in FLOAT8
+    has_8_bits, v_has_8_bits = problem.dtype in EIGHT_BITS, value_dtype(problem) == E4M3
     return Sm90Constants.read_from(
         problem,
         config,
@@ -58,7 +60,7 @@ def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_
         q_in_registers=min(config.q_in_registers, boxes),
         boxes=boxes,
         boxes_v=value_boxes(problem, config)[1],
-        one_ring=has_one_ring(problem, config.box_columns) and not is_float8,
+        one_ring=has_one_ring(problem, config.box_columns) and not has_8_bits,
         causal=problem.causal,
         has_left=problem.window_left >= 0,
         has_right=problem.window_right >= 0,
@@ -77,10 +79,11 @@ def _constants(problem: AttentionProblem, config: Sm90Config, negate: bool, has_
         tile_infos=tile_info_count(config),
         schedule=config.scheduler,
         find_ahead=finds_ahead(problem, config),
-        bits=8 if is_float8 else 16,
-        head_dim=problem.head_dim if is_float8 else 0,
-        head_dim_v=problem.head_dim_v if is_float8 else 0,
-        weight_shift=WEIGHT_SHIFT[problem.dtype] if is_float8 else 0,
+        bits=8 if has_8_bits else 16,
+        bits_v=8 if v_has_8_bits else 16,
+        head_dim=problem.head_dim if has_8_bits else 0,
+        head_dim_v=problem.head_dim_v if has_8_bits else 0,
+        weight_shift=WEIGHT_SHIFT[E4M3] if v_has_8_bits else 0,
         chunk=chunk_keys(problem) // config.block_n if problem.batch_invariant else 0,
         shared_totals=problem.batch_invariant and config.shared_totals,
         out_in_totals=problem.batch_invariant and config.out_in_totals,
@@ -118,10 +121,10 @@ def key_arguments(
     }
 
 
-def float8_pass(
+def transposed_pass(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, config: Sm90Config
 ) -> Pass:
-    """Return the pass of float8: one launch transposes V (`float8.py`), the next one computes attention."""
+    """Return the pass of a V of 8 bits: one launch transposes V (`float8.py`), the next one computes attention."""
     values = transposed_values(problem, tensors.v)
     box = smem_box(value_boxes(problem, config)[0], config.block_n, 4, values.dtype)
     keys = key_arguments(tensors, config, problem.layout, problem.seq_lens or problem.varlen)
@@ -207,8 +210,8 @@ def _config(problem: AttentionProblem) -> Sm90Config:
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
     """Return the pass that fills out and lse."""
     config = _config(problem)
-    if problem.dtype in FLOAT8:
-        return float8_pass(problem, tensors, out, lse, config)
+    if value_dtype(problem) == E4M3:
+        return transposed_pass(problem, tensors, out, lse, config)
     totals = totals_memory(problem, config, tensors.q.device)
     launch = make_launch(problem, tensors, out, lse, config, totals)
     return Pass([launch], [] if totals is None else [totals], derived_arguments(config))

@@ -51,10 +51,10 @@ def _find_tile(index, slot, problem, shared, scheduler):
 def _load_values(v_tensor, tile, hk, row, end, ring, item, problem, config):
     """Start copying key rows [row, row + BLOCK_N) of V. `row` counts from the sequence's first key.
 
-    In float8 they are columns of the transposed V (`float8.py`). There zeros follow each sequence, so its end does not
+    V of 8 bits is transposed, and they are columns (`float8.py`). There zeros follow each sequence, so its end does not
     matter.
     """
-    if config.BITS == 8:
+    if config.BITS_V == 8:
         b = tile.b
         if problem.LENGTHS_K == PACKED:
             b = 0

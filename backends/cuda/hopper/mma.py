@@ -195,8 +195,9 @@ def start_scores(
     q,  # `queries_in_registers`
     queries, ring, item, CONSUMER: gl.constexpr, config,
 ):  # fmt: skip
-    """Start q kᵀ, [64, BLOCK_N], summed over the boxes of the head dim."""
-    s = gl.zeros([ROWS, config.BLOCK_N], gl.float32, accumulator_layout(config.BLOCK_N, config.BITS))
+    """Start q kᵀ, [64, BLOCK_N], summed over the boxes of the head dim. Products of int8 are int32."""
+    TYPE: gl.constexpr = gl.int32 if ring.k_buffers.dtype == gl.int8 else gl.float32
+    s = gl.zeros([ROWS, config.BLOCK_N], TYPE, accumulator_layout(config.BLOCK_N, config.BITS))
     for j in gl.static_range(config.BOXES):
         k = box_matrix(ring.k_buffers, ring.buffer_index(item), j, config.BOXES).permute((1, 0))
         if j < config.Q_IN_REGISTERS:
@@ -205,6 +206,15 @@ def start_scores(
             from_shared = box_matrix(queries.buffers, CONSUMER, j, config.BOXES)
             s = warpgroup_mma(from_shared, k, s, use_acc=j > 0, is_async=True)
     return s
+
+
+@gluon.jit
+def in_layout_of_weights(s, config):
+    """Return finished products of `start_scores` in the layout in which weights are computed.
+
+    That is the layout of an accumulator of out. A thread has the same products as before.
+    """
+    return gl.convert_layout(s, accumulator_layout(config.BLOCK_N, config.BITS_V), assert_trivial=True)
 
 
 @gluon.jit

@@ -4,9 +4,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from diyfa import eight_bits
 from diyfa.backends.cuda.gluon.compat import aggregate
 
 LOG2E = gl.constexpr(1.4426950408889634)
+BLOCK_K = gl.constexpr(eight_bits.BLOCK_K)
 LN2 = gl.constexpr(0.6931471805599453)
 SMALLEST_SCALE = gl.constexpr(1e-30)
 LARGEST_PRODUCT = gl.constexpr(2.358e38)  # about the largest number whose product with LOG2E float32 holds
@@ -158,15 +160,58 @@ def kept_scores(s, words):
 
 
 @gluon.jit
+def by_column(s, factors):
+    """Return the factor of each column of s [64, BLOCK_N]: one of `factors` for each 64 columns.
+
+    The result is a number or [1, BLOCK_N]. For each register it is decided when it is compiled, so it costs nothing.
+    """
+    factor = factors[0]
+    if len(factors) > 1:
+        _, constant = split_columns(s)
+        for i in gl.static_range(1, len(factors)):
+            factor = gl.where(constant < i * BLOCK_K, factor, factors[i])
+    return factor
+
+
+@gluon.jit
+def _largest_by_block(s, scales):
+    """Return the maxima [64] of products s [64, BLOCK_N] times `by_column(s, scales)`, float32, for positive scales.
+
+    Each thread finds the maximum of its products with each scale, and multiplies only that.
+    """
+    BLOCKS: gl.constexpr = len(scales)
+    # A column is 8 * n + 2 * (lane % 4) + bit.
+    columns = s.reshape([s.shape[0], BLOCKS, s.shape[1] // BLOCKS // 8, 4, 2]).permute(0, 3, 1, 2, 4)
+    largest = gl.max(columns.reshape([s.shape[0], 4, BLOCKS, s.shape[1] // BLOCKS // 4]), 3)
+    block = gl.arange(0, BLOCKS, layout=gl.SliceLayout(0, gl.SliceLayout(1, largest.type.layout)))[None, None, :]
+    scale = scales[0]
+    for i in gl.static_range(1, BLOCKS):
+        scale = gl.where(block < i, scale, scales[i])
+    return gl.convert_layout(gl.max(gl.max(largest.to(gl.float32) * scale, 2), 1), gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
 def softmax_step(
-    s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, words=None, function=None, SHIFT: gl.constexpr = 0
+    s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, words=None, function=None, SHIFT: gl.constexpr = 0,
+    factors=(),
 ):  # fmt: skip
-    """Return (weights p, running maximum, factor alpha of earlier sums) of products s [64, BLOCK_N].
+    """Return (weights p, running maximum, factor alpha of earlier sums) of products s [64, BLOCK_N], float32 or int32.
 
     The maximum is in units of log2. MASKED: a mask or the end of the keys may cut the block. A row may see none of it.
     `words`: the bits of a block mask, which then is the mask. `function`: a `ScoreFunction`. SHIFT: keep
-    the maximum that much lower, so that weights are up to 2**SHIFT.
+    the maximum that much lower, so that weights are up to 2**SHIFT. `factors`: those that products still lack, one for
+    each 64 columns, or ().
     """
+    # Factors join the scale unless scores are changed before they are scaled. With a mask they do not either: a NaN
+    # times -inf would show in rows that do not see its keys.
+    ONLY_SCALED: gl.constexpr = not (MASKED or score.SOFTCAP or score.ALIBI)
+    IN_SCALE: gl.constexpr = len(factors) > 0 and ONLY_SCALED
+    # For integers there is an instruction for the maximum of three: half as many as for pairs.
+    OF_INTEGERS: gl.constexpr = s.dtype == gl.int32 and ONLY_SCALED and not score.NEGATE
+    products = s
+    s = s.to(gl.float32)
+    if len(factors) > 0 and not IN_SCALE:
+        s = s * by_column(s, factors)
     s, scale = _scores(s, score)
     if score.ALIBI:
         s = s * scale - alibi_penalty(s, start_n, rows)
@@ -183,22 +228,35 @@ def softmax_step(
         s = kept_scores(s, words)
     elif MASKED:
         s = mask_scores(s, start_n, rows, problem)
-    if SHIFT:
-        m_new = gl.maximum(m_i, gl.max(s, 1) * scale - SHIFT)
+    if not OF_INTEGERS:
+        products = s
+    if IN_SCALE:
+        scales = ()
+        for i in gl.static_range(len(factors)):
+            scales += (scale * factors[i],)
+        largest = _largest_by_block(products, scales)
+        scale = by_column(s, scales)
     else:
-        m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
+        largest = gl.max(products, 1).to(gl.float32) * scale
+    if SHIFT:
+        largest -= SHIFT
+    m_new = gl.maximum(m_i, largest)
     m_ref = gl.where(m_new == float("-inf"), 0.0, m_new)  # all scores so far are -inf: avoid inf - inf
     p = gl.exp2(s * scale - m_ref[:, None])
     return p, m_new, gl.exp2(m_i - m_ref)
 
 
 @gluon.jit
-def fixed_max_step(s, m_i, start_n, rows, score):
+def fixed_max_step(s, m_i, start_n, rows, score, factors):
     """Return weights p of products s [64, BLOCK_N] that no mask cuts, relative to the fixed maximum m_i.
 
     Softmax allows any reference near the row's maximum. bfloat16 weights have the range of float32, so the maximum of
-    the first blocks serves for the rest of the KV loop, until a sum exceeds what float32 holds.
+    the first blocks serves for the rest of the KV loop, until a sum exceeds what float32 holds. `factors`: as in
+    `softmax_step`.
     """
+    s = s.to(gl.float32)
+    if len(factors) > 0:
+        s = s * by_column(s, factors)
     s, scale = _scores(s, score)
     x = s * scale - m_i[:, None]
     if score.ALIBI:

@@ -410,37 +410,49 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
             launch = hopper_fwd_launch.make_launch(problem, tensors, out, lse, config, totals)
             yield _hopper_spec(problem, config, launch)
     transpositions = set()
-    for problem in _hopper_float8_problems(arch):
+    for problem in _hopper_eight_bit_problems(arch):
         config = hopper_configs.select_config(problem)
-        transposition, attention = hopper_fwd_launch.float8_pass(problem, *call_tensors(problem), config).launches
+        *transposition, attention = hopper_fwd_launch.forward_pass(problem, *call_tensors(problem)).launches
         yield _hopper_spec(problem, config, attention)
         lengths = "packed" if problem.varlen else "seq_lens" if problem.seq_lens else "equal"
-        case = f"{problem.dtype} D={problem.head_dim_v} {lengths}"
-        if case not in transpositions:
-            transpositions.add(case)
-            yield launch_spec(transposition, "attention_fwd/sm90_transpose", case)
+        case = f"{hopper_configs.value_dtype(problem)} D={problem.head_dim_v} {lengths}"
+        for launch in transposition:
+            if case not in transpositions:
+                transpositions.add(case)
+                yield launch_spec(launch, "attention_fwd/sm90_transpose", case)
 
 
-def _hopper_float8_problems(arch: str) -> Iterator[AttentionProblem]:
-    """Yield problems of float8: each config of the table, and each kind of descale with features and other lengths."""
+def _hopper_eight_bit_problems(arch: str) -> Iterator[AttentionProblem]:
+    """Yield problems of float8 and int8: each config of the tables, and each kind of descale with features and other
+    lengths."""
+    e4m3, int8 = {"dtype": "float8_e4m3fn"}, {"dtype": "int8", "value_dtype": "bfloat16"}
+    int8_e4m3 = {"dtype": "int8", "value_dtype": "float8_e4m3fn"}
     tensor = {"q_descale": PER_TENSOR, "k_descale": PER_TENSOR, "v_descale": PER_TENSOR}
     head = {"q_descale": PER_HEAD, "k_descale": PER_HEAD, "v_descale": PER_HEAD}
     block = {"q_descale": PER_BLOCK, "k_descale": PER_BLOCK, "v_descale": PER_HEAD}
     means = {"k_mean": True, "v_mean": True}
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
+    small = {"seqlen_q": 512, "seqlen_k": 512}
     cases: list[tuple[int, bool, dict[str, Any]]] = [
-        *((*case, tensor) for case in hopper_configs.FLOAT8_CONFIGS),
-        (128, True, block | means),
-        (128, False, {"seqlen_k": 4095, "out_dtype": "float32", "sinks": True, "alibi": True, **head}),
-        (128, False, {"window_left": 1000, "sinks": True, "alibi": True, **packed, **block, **means}),
-        (64, True, {"softcap": 30.0, "window_left": 1000, **packed, **block}),
-        (256, True, {"seq_lens": True, **head, **means}),
-        (192, True, {"head_dim_v": 128, "out_dtype": "float16", **head}),
-        *((d, True, {"seqlen_q": 512, "seqlen_k": 512, **tensor}) for d in hopper_configs.FLOAT8_SMALL),
+        *((*case, e4m3 | tensor) for case in hopper_configs.FLOAT8_CONFIGS),
+        *((*case, int8 | tensor) for case in hopper_configs.INT8_CONFIGS),
+        *((*case, int8_e4m3 | tensor) for case in hopper_configs.FLOAT8_CONFIGS),
+        *((d, True, x | small | tensor) for d in hopper_configs.FLOAT8_SMALL for x in (e4m3, int8, int8_e4m3)),
     ]
+    for x in (e4m3, int8, int8_e4m3):
+        cases += [
+            (128, False, x | block | means),
+            (128, True, x | block | means),
+            (128, False, {"seqlen_k": 4095, "out_dtype": "float32", "sinks": True, "alibi": True, **x, **head}),
+            (128, False, {"window_left": 1000, "sinks": True, "alibi": True, **packed, **x, **block, **means}),
+            (64, True, {"softcap": 30.0, "window_left": 1000, **packed, **x, **block}),
+            (256, True, {"seq_lens": True, **x, **head, **means}),
+            (192, True, {"head_dim_v": 128, "out_dtype": "float16", **x, **head}),
+        ]
+    cases.append((192, False, int8 | {"value_dtype": "float16"} | block | means))
     for d, causal, changes in cases:
         sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "out_dtype": "bfloat16"}
-        problem = _problem(arch, hopper_configs.E4M3, d, causal).replace(**{**sizes, **changes})
+        problem = _problem(arch, "bfloat16", d, causal).replace(**{**sizes, **changes})
         assert not hopper_configs.refuses(problem), problem
         yield problem
 
@@ -452,8 +464,9 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config, l
     features = "".join(f"{name} " for name in sorted(problem.features - {"causal", "gqa", "head_dim_v"}))
     blocks = f" of {problem.mask[0]}x{problem.mask[1]}" if problem.mask else ""
     function = f"{function_name(problem.score_fn)} " if problem.score_fn else ""
+    value_dtype = f" v {problem.value_dtype}" if problem.value_dtype else ""
     case = (
-        f"{problem.dtype} D={widths} {features}{function}{mask}{blocks} "
+        f"{problem.dtype}{value_dtype} D={widths} {features}{function}{mask}{blocks} "
         f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         f"{f' to {problem.out_dtype}' if problem.out_dtype else ''}"
         f"{f' descales {problem.q_descale}{problem.k_descale}{problem.v_descale}' if problem.q_descale else ''}"

@@ -11,18 +11,24 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.interpreter import TensorHandle
 
 from .errors import InvalidOperand, Race, location
-from .numerics import widen
+from .numerics import stored, widen
 from .scheduler import Event, Task
 from .shared_memory import SharedView
 
 WARPS = 4  # of a warpgroup
 ROWS = 64  # of one instruction
 MAX_COLUMNS = 256
-DTYPES = (tl.float16, tl.bfloat16, tl.float32, tl.float8e4nv, tl.float8e5)  # float32 is multiplied as tf32
+# float32 is multiplied as tf32.
+DTYPES = (tl.float16, tl.bfloat16, tl.float32, tl.float8e4nv, tl.float8e5, tl.int8)
 
 
 def _multiplied(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
-    """Return the numbers that the tensor cores multiply: of float32 the first 10 bits of the mantissa."""
+    """Return the numbers that the tensor cores multiply: of float32 the first 10 bits of the mantissa.
+
+    Integers stay integers, so that their products and sums are exact.
+    """
+    if dtype == tl.int8:
+        return data
     if dtype == tl.float32:
         return (np.ascontiguousarray(data).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
     return widen(data, dtype)
@@ -32,7 +38,7 @@ class Accumulator(TensorHandle):
     """Registers that a product writes. A kernel may not use them before a wait has proven that the product is done."""
 
     def __init__(self, product: Product) -> None:
-        self.dtype, self.attr = tl.float32, {}
+        self.dtype, self.attr = product.acc.dtype, {}
         self.product = product
         self.registers: np.ndarray | None = None
 
@@ -56,7 +62,7 @@ class Product:
         a = _multiplied(self.a.values(), self.a.dtype) if isinstance(self.a, SharedView) else self.a
         with np.errstate(all="ignore"):
             b = _multiplied(self.b.values(), self.b.dtype)
-            acc = np.zeros((a.shape[0], b.shape[1]), np.float32)
+            acc = np.zeros((a.shape[0], b.shape[1]), stored(self.acc.dtype))
             if self.use_acc:
                 # A product may continue the accumulator of an unfinished one, because they execute in order.
                 acc = self.acc.registers if isinstance(self.acc, Accumulator) else self.acc.data
@@ -120,7 +126,8 @@ def check_operands(a: Any, b: Any, acc: Any, num_warps: int) -> None:
     need(warps_m % WARPS == 0, f"{warps_m} warps along the rows are no whole warpgroups")
     need(warps_m * warps_n == num_warps, f"the layout is for {warps_m * warps_n} warps, {num_warps} run it")
     need(isinstance(b, gl.shared_memory_descriptor), "b must lie in shared memory")
-    need(acc_type.scalar == tl.float32, f"the accumulator is {acc_type.scalar}, not float32")
+    acc_dtype = tl.int32 if a.dtype == tl.int8 else tl.float32
+    need(acc_type.scalar == acc_dtype, f"the accumulator is {acc_type.scalar}, not {acc_dtype}")
     need(a.dtype in DTYPES and a.dtype == b.dtype, f"products of {a.dtype} and {b.dtype}")
     need(list(a.shape) == [m, b.shape[0]], f"a is {list(a.shape)}, b {list(b.shape)}, the accumulator {[m, n]}")
     need(list(b.shape) == [b.shape[0], n], f"b is {list(b.shape)}, the accumulator {[m, n]}")
