@@ -425,8 +425,9 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
 def _hopper_eight_bit_problems(arch: str) -> Iterator[AttentionProblem]:
     """Yield problems of float8 and int8: each config of the tables, and each kind of descale with features and other
     lengths."""
-    e4m3, int8 = {"dtype": "float8_e4m3fn"}, {"dtype": "int8", "value_dtype": "bfloat16"}
-    int8_e4m3 = {"dtype": "int8", "value_dtype": "float8_e4m3fn"}
+    e4m3: dict[str, Any] = {"dtype": "float8_e4m3fn"}
+    int8: dict[str, Any] = {"dtype": "int8", "value_dtype": "bfloat16"}
+    int8_e4m3: dict[str, Any] = {"dtype": "int8", "value_dtype": "float8_e4m3fn"}
     tensor = {"q_descale": PER_TENSOR, "k_descale": PER_TENSOR, "v_descale": PER_TENSOR}
     head = {"q_descale": PER_HEAD, "k_descale": PER_HEAD, "v_descale": PER_HEAD}
     block = {"q_descale": PER_BLOCK, "k_descale": PER_BLOCK, "v_descale": PER_HEAD}
