@@ -145,7 +145,8 @@ def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: b
 
     Options besides those of `flash_attn_with_kvcache`: the number of `new` keys, the number of `rotary` features,
     `latent`, `float8`. `packed`: the queries are packed, `rows.queries` for each sequence on average and at most
-    `longest`. Without pages the keys are then packed as well.
+    `longest`. Without pages the keys are then packed as well, as Transformers packs padded batches: with `cu_seqlens_k`
+    and without `seqused_k`, which selects other kernels.
     """
 
     def run() -> None:
@@ -165,7 +166,8 @@ def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: b
         if packed:
             q, offsets = empty(b * m, h, d, dtype=dtype), empty(b + 1)
             arguments["window"] = arguments.pop("window_size", (-1, -1))
-            arguments |= {"block_table": table, "seqused_k": empty(b)}
+            if page:
+                arguments |= {"block_table": table, "seqused_k": empty(b)}
             flash_attention_varlen(q, k, v, offsets, None if page else offsets, longest, n, **arguments)
             return
         if new:
@@ -369,9 +371,9 @@ class CacheRow(NamedTuple):
 MIXED, BATCHED = CAUSAL | {"longest": 512}, (Rows(1, 32, 8192), *DECODING[1:2], Rows(32, 1, 8192), DECODING[3])
 SERVING = (
     CacheRow((CAUSAL,), (LLAMA, SMALLER), pages=(0, 16, 64, 256), dtypes=HALVES),
-    CacheRow((CAUSAL,), (LLAMA, SMALLER, grouped(D128, 64), OSS), (*SEVERAL, *GUESSED), (0, 16, 64, 256), BOTH),
+    CacheRow((CAUSAL,), (LLAMA, SMALLER, grouped(D128, 64), OSS), (*SEVERAL, *GUESSED), (0, 16, 256), BOTH),
     CacheRow((CAUSAL,), (grouped(D128, 8, 1), grouped(D64, 8, 1)), (*SEVERAL, *GUESSED), (16,)),
-    CacheRow((CAUSAL,), (OLDER, SMALLER_OLDER), (*FEW_KEYS, *CHUNKS, *SEVERAL, *GUESSED), (0, 16, 64, 256), BOTH),
+    CacheRow((CAUSAL,), (OLDER, SMALLER_OLDER), (*FEW_KEYS, *CHUNKS, *SEVERAL, *GUESSED), (0, 16, 256), BOTH),
     CacheRow((FULL,), (LLAMA, SMALLER, OLDER), DECODING, (0, 256)),  # the default of `flash_attn_with_kvcache`
     CacheRow((CAUSAL,), (LLAMA,), (*SERVED, SEVERAL[1]), (16, 64, 256), (True,), HALVES),
     CacheRow((MIXED,), (LLAMA,), BATCHED, (16, 64, 256), (True,)),

@@ -59,6 +59,10 @@ def test_a_pack_has_every_kernel(found):
     assert sorted(kernels - {*found["names"]}) == sorted(absent)
 
 
+def test_a_pack_serves_generation_with_padding(found):
+    assert found["lacking for padded steps"] == []
+
+
 def test_missing_features_of_an_architecture_are_reported(found):
     assert len(found["refused by sm_80"]) == 2
     assert all("float8 needs sm_89 or later" in reason for reason in found["refused by sm_80"])

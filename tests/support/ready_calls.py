@@ -55,6 +55,22 @@ def model_kernels(packed: dict[Any, Any]) -> dict[str, Any]:
     return by_model
 
 
+def padded_steps(packed: dict[Any, Any]) -> list[str]:
+    """Kernels that the pack lacks for one more token of a padded batch: Transformers then packs queries and keys."""
+
+    def step(heads: int, heads_kv: int, head_dim: int, **options: Any) -> None:
+        samples, keys = 16, 8192
+        q, offsets = calls.empty(samples, heads, head_dim, dtype=calls.BF16), calls.empty(samples + 1)
+        k, v = (calls.empty(samples * keys, heads_kv, head_dim, dtype=calls.BF16) for _ in range(2))
+        diyfa.flash_attn_varlen_func(q, k, v, offsets, offsets, 1, keys, causal=True, **options)
+
+    with recording("cuda", ARCH) as recorded:
+        step(32, 8, 128)
+        step(32, 8, 128, window_size=(1023, 0))
+        step(8, 4, 256, softcap=50.0)
+    return [x.name for key, x in recorded.items() if key not in packed]
+
+
 def parsed_calls(packed: dict[Any, Any]) -> dict[str, Any]:
     """Whether calls in words are those they were printed by."""
     listed = calls.everything()
@@ -147,6 +163,7 @@ def main() -> None:
         "names": Counter(x.name for x in everything.kernels.values()),
         "refused by sm_80": record("cuda", "sm_80", float8).refused,
         "models": model_kernels(everything.kernels),
+        "lacking for padded steps": padded_steps(everything.kernels),
         "words": parsed_calls(everything.kernels),
         "function": recorded_function(),
         "coverage": covered._asdict(),

@@ -13,6 +13,7 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,13 +65,18 @@ def without_debug(cubin: bytes) -> bytes:
 def write_pack(path: Path, arch: str, binaries: Mapping[str, StoredBinary]) -> None:
     """Write a pack of `binaries` by their keys, which must be those of the current sources."""
     lzma, options = _compression()
+
+    def compressed(key: str) -> bytes:
+        binary = binaries[key]
+        return lzma.compress(packed(binary._replace(cubin=without_debug(binary.cubin))), **options)
+
+    keys = sorted(binaries)
+    with ThreadPoolExecutor() as threads:  # lzma releases Python's lock
+        blocks = list(threads.map(compressed, keys))
     entries: dict[str, tuple[int, int, str]] = {}  # key -> (offset behind the index, bytes, checksum)
-    blocks: list[bytes] = []
     offset = 0
-    for key, binary in sorted(binaries.items()):
-        block = lzma.compress(packed(binary._replace(cubin=without_debug(binary.cubin))), **options)
+    for key, block in zip(keys, blocks, strict=True):
         entries[key] = offset, len(block), checksum(key, block).hex()
-        blocks.append(block)
         offset += len(block)
     content = {"arch": arch, "sources": source_hash(), "entries": entries}
     index = zlib.compress(json.dumps(content).encode(), 9)
