@@ -371,9 +371,9 @@ class CacheRow(NamedTuple):
 MIXED, BATCHED = CAUSAL | {"longest": 512}, (Rows(1, 32, 8192), *DECODING[1:2], Rows(32, 1, 8192), DECODING[3])
 SERVING = (
     CacheRow((CAUSAL,), (LLAMA, SMALLER), pages=(0, 16, 64, 256), dtypes=HALVES),
-    CacheRow((CAUSAL,), (LLAMA, SMALLER, grouped(D128, 64), OSS), (*SEVERAL, *GUESSED), (0, 16, 256), BOTH),
+    CacheRow((CAUSAL,), (LLAMA, SMALLER, grouped(D128, 64), OSS), (*SEVERAL, *GUESSED), (0, 16, 64, 256), BOTH),
     CacheRow((CAUSAL,), (grouped(D128, 8, 1), grouped(D64, 8, 1)), (*SEVERAL, *GUESSED), (16,)),
-    CacheRow((CAUSAL,), (OLDER, SMALLER_OLDER), (*FEW_KEYS, *CHUNKS, *SEVERAL, *GUESSED), (0, 16, 256), BOTH),
+    CacheRow((CAUSAL,), (OLDER, SMALLER_OLDER), (*FEW_KEYS, *CHUNKS, *SEVERAL, *GUESSED), (0, 16, 64, 256), BOTH),
     CacheRow((FULL,), (LLAMA, SMALLER, OLDER), DECODING, (0, 256)),  # the default of `flash_attn_with_kvcache`
     CacheRow((CAUSAL,), (LLAMA,), (*SERVED, SEVERAL[1]), (16, 64, 256), (True,), HALVES),
     CacheRow((MIXED,), (LLAMA,), BATCHED, (16, 64, 256), (True,)),
