@@ -74,6 +74,7 @@ class Sm90Config:
 C = Sm90Config
 _ANY = 1 << 62
 _H200 = "H200, 2026-11-22: "
+_AT_POWER_LIMIT = "H200, 2026-12-01, after seconds of load, S = 4k/16k "
 # fmt: off
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (64, False): (
@@ -98,12 +99,16 @@ CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
                  box_columns=32, measured=_H200 + "414/551/581")),
     ),
     (128, False): (
+        (2048, C(2, 128, 4, True, 240, 24, persistent=True, pingpong=True, pairs=True, box_columns=64,
+                 q_in_registers=2, measured=_H200 + "S = 1k 649")),
         (_ANY, C(2, 128, 4, True, 240, 24, persistent=True, pingpong=True, pairs=True, box_columns=64,
-                 q_in_registers=2, measured=_H200 + "649/706/729")),
+                 q_in_registers=2, fixed_max=True, measured=_AT_POWER_LIMIT + "660/687")),
     ),
     (128, True): (
+        (2048, C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+                 box_columns=64, q_in_registers=2, measured=_H200 + "S = 1k 489")),
         (_ANY, C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 box_columns=64, q_in_registers=2, measured=_H200 + "489/632/711")),
+                 box_columns=64, q_in_registers=2, fixed_max=True, measured=_AT_POWER_LIMIT + "581/658")),
     ),
     (192, False): (
         (_ANY, C(2, 64, 6, False, 240, 24, persistent=True, pingpong=True, pairs=True, store_from_registers=True,
@@ -145,13 +150,17 @@ FLOAT8_CONFIGS: dict[tuple[int, bool], Sm90Config] = {
 }
 # int8 with a v of 16 bits, as above.
 INT8_CONFIGS: dict[tuple[int, bool], Sm90Config] = {
-    (64, False): C(3, 128, 8, True, 160, 32, persistent=True, pingpong=True, pairs=True),
-    (64, True): C(3, 128, 8, True, 160, 32, persistent=True, scheduler="dynamic", pingpong=True, pairs=True),
-    (128, False): C(2, 128, 6, True, 240, 24, persistent=True, pingpong=True, pairs=True, q_in_registers=1),
-    (128, True): C(2, 128, 6, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True),
-    (256, False): C(2, 64, 6, False, 240, 24, persistent=True, pingpong=True, store_from_registers=True),
+    (64, False): C(3, 128, 8, True, 160, 32, persistent=True, pingpong=True, pairs=True, fixed_max=True),
+    (64, True): C(3, 128, 8, True, 160, 32, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+                  fixed_max=True),
+    (128, False): C(2, 128, 6, True, 240, 24, persistent=True, pingpong=True, pairs=True, q_in_registers=1,
+                    fixed_max=True),
+    (128, True): C(2, 128, 6, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
+                   fixed_max=True),
+    (256, False): C(2, 64, 6, False, 240, 24, persistent=True, pingpong=True, store_from_registers=True,
+                    fixed_max=True),
     (256, True): C(2, 64, 6, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True,
-                   store_from_registers=True),
+                   store_from_registers=True, fixed_max=True),
 }
 # fmt: on
 # For calls with too few tiles of CONFIGS: 64 queries of one consumer. Two such programs fit a multiprocessor and
@@ -394,10 +403,21 @@ def has_fixed_max(problem: AttentionProblem, config: Sm90Config) -> bool:
     """Return the kernel's FIXED_MAX. It needs weights of bfloat16: those relative to a fixed maximum may be large.
 
     With ALiBi and no causal mask the nearest keys come late. Their scores exceed those of the first blocks by slope
-    times distance, which no range holds.
+    times distance, which no range holds. At 128 columns a softcap beside it would spill.
     """
     near_first = problem.causal or not problem.alibi
-    return config.fixed_max and value_dtype(problem) == "bfloat16" and near_first and not problem.score_fn
+    changed_scores = problem.softcap or problem.alibi
+    if problem.dtype == INT8:  # a mean of k takes registers, too
+        has_registers = not (changed_scores or problem.k_mean) or tile_class(problem)[0] == 128
+    else:
+        has_registers = not changed_scores or tile_class(problem)[0] != 128
+    return (
+        config.fixed_max
+        and value_dtype(problem) == "bfloat16"
+        and near_first
+        and has_registers
+        and not problem.score_fn
+    )
 
 
 def tile_info_count(config: Sm90Config) -> int:

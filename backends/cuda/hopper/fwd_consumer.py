@@ -306,11 +306,10 @@ def _attend_tile(consumer, tile, item, q_loads):
 
     1. Skip the blocks that the right mask hides from all 64 rows. A lone consumer has none: the tile ends at its rows.
     2. Prologue: scores and softmax of the block at position 0 of the order (`block_order`).
-    3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. Positions [1, n_masked) of
-       the order are masked, later ones are not. FIXED_MAX: positions [1, n_edge_blocks) update the maximum, and
-       [n_edge_blocks, n_blocks) use it unchanged. A window on the left makes n_masked and n_edge_blocks equal. With a
-       block mask, the order is that of the tile's list (`gluon/block_mask.py`), which begins with the masked blocks;
-       there is no window beside it.
+    3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. A mask cuts positions
+       [1, n_masked) of the order at most. FIXED_MAX: positions [1, n_edge_blocks) update the maximum, and
+       [n_edge_blocks, n_blocks) use it unchanged. With a block mask, the order is that of the tile's list
+       (`gluon/block_mask.py`), which begins with the masked blocks; there is no window beside it.
     4. Epilogue: values of the last block, division by the sum of weights, lse, stores.
 
     8 bits: factors of q and k join the scale of the scores, those of key blocks multiply columns of products, that of v
@@ -392,13 +391,21 @@ def _attend_tile(consumer, tile, item, q_loads):
         o += (zero_sums(),)
     p = consumer.weights_operand(weights, o)
 
-    # KV loop.
-    if problem.HAS_LEFT or problem.HAS_RIGHT or LISTED:
+    # KV loop. A copy of it takes seconds to compile. So before a fixed maximum, and in the fallback, one copy serves for
+    # masked blocks and the few others, too.
+    CUT: gl.constexpr = problem.HAS_LEFT or problem.HAS_RIGHT  # masks cut blocks beside the first
+    MASKS_ALL: gl.constexpr = CUT and config.FALLBACK
+    n_first = n_masked
+    if MASKS_ALL:
+        n_first = n_blocks
+    elif CUT and config.FIXED_MAX:
+        n_first = n_edge_blocks
+    if CUT or LISTED:
         o, p, m_i, l_i, item = _attend_blocks(
-            consumer, q, rows, order, 1, n_masked, o, p, m_i, l_i, item, keys, upcoming, True, False
+            consumer, q, rows, order, 1, n_first, o, p, m_i, l_i, item, keys, upcoming, True, False
         )  # fmt: skip
     if config.FIXED_MAX:
-        if not problem.HAS_LEFT:  # with HAS_LEFT, n_masked is n_edge_blocks
+        if not CUT:
             o, p, m_i, l_i, item = _attend_blocks(
                 consumer, q, rows, order, n_masked, n_edge_blocks, o, p, m_i, l_i, item, keys, upcoming, False, False
             )  # fmt: skip
@@ -409,7 +416,7 @@ def _attend_tile(consumer, tile, item, q_loads):
         o, p, m_i, l_i, item = _attend_blocks(
             consumer, q, rows, order, n_edge_blocks, n_blocks, o, p, m_i, l_i, item, keys, upcoming, False, True
         )  # fmt: skip
-    else:
+    elif not MASKS_ALL:
         o, p, m_i, l_i, item = _attend_blocks(
             consumer, q, rows, order, n_masked, n_blocks, o, p, m_i, l_i, item, keys, upcoming, False, False
         )  # fmt: skip
