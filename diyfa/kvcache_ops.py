@@ -228,7 +228,7 @@ class _Step:
         if self.repeat is None:
             return None
         present = self._present(inputs)
-        return self.repeat([*map(torch.Tensor.data_ptr, present), length], present, *arguments)
+        return self.repeat([*map(torch.Tensor.data_ptr, present), length], *arguments)
 
     def run(
         self, tensors: KVCacheTensors, inputs: tuple[Any, ...], results: Callable[[], tuple[Any, ...]], *arguments: Any

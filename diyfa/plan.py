@@ -94,7 +94,7 @@ class ProductPlan:
         """
         repeat = self.repeat  # read once: another thread may replace it
         if repeat is not None:
-            repeated = repeat(addresses if out is None else addresses[:-1], tensors, out)
+            repeated = repeat(addresses if out is None else addresses[:-1], out)
             if repeated is not None:
                 return repeated[0]
             self.repeat = None  # it refused: a tile may have been measured since it was made
@@ -203,18 +203,18 @@ def call_key(tensors: tuple[Any, ...], scalars: Hashable) -> tuple[Hashable | No
 
 def attention_key(
     qkv: tuple[Any, ...], lengths: Lengths, scalars: Iterable[Any], optional: tuple[Any, ...]
-) -> Hashable | None:
-    """Return the key of a call of attention, as `call_key` does.
+) -> tuple[Hashable | None, list[int]]:
+    """Return the key of a call of attention and the addresses of its tensors, as `call_key` does.
 
     `optional` is () if no optional tensor is given; `scalars` may contain these tensors, too.
     """
     if qkv[2] is None:  # the checks refuse it
-        return None
+        return None, []
     if not optional:
-        return call_key(qkv, tuple(scalars))[0]
+        return call_key(qkv, tuple(scalars))
     # Not None, which is a default: the checks refuse a tensor that is given as a number.
     scalars = [torch.Tensor if isinstance(x, torch.Tensor) else x for x in scalars]
-    return call_key((*qkv, *optional), (*scalars, lengths.max_seqlen_q, lengths.max_seqlen_k))[0]
+    return call_key((*qkv, *optional), (*scalars, lengths.max_seqlen_q, lengths.max_seqlen_k))
 
 
 def find(key: Hashable | None) -> Any:

@@ -58,7 +58,7 @@ def launch_each(launches: Sequence[Launch]) -> None:
         launch_kernel(launch)
 
 
-# (addresses and numbers, their tensors, the first result or None, whether all results are wanted) -> results
+# (addresses and numbers, the first result or None, whether all results are wanted) -> results
 Replay = Callable[..., list[Any] | None]
 
 
@@ -238,7 +238,6 @@ def make_replay(
 
     def replay(
         addresses: Sequence[int],
-        present: Sequence[torch.Tensor] = (),
         first: torch.Tensor | None = None,
         returns_all: bool = True,
     ) -> list[Any] | None:
@@ -246,7 +245,7 @@ def make_replay(
             return None
         if current() != index:
             with torch.cuda.device(index):
-                return replay(addresses, present, first, returns_all)
+                return replay(addresses, first, returns_all)
         new: list[Any]
         if returns_all or lse_offset is None:
             new = [*starmap(allocate, layouts)] if first is None else [first, *starmap(allocate, layouts[1:])]
