@@ -80,12 +80,22 @@ class Plan:
 class ProductPlan:
     """The plan of a matrix product: its problem and its kernel."""
 
-    __slots__ = ("has_run", "kernel", "problem", "repeat")
+    __slots__ = ("_input_sizes", "_out_size", "has_run", "kernel", "problem", "repeat")
 
-    def __init__(self, problem: MatmulProblem, kernel: Kernel) -> None:
+    def __init__(self, problem: MatmulProblem, kernel: Kernel, sizes: Sequence[int]) -> None:
+        """`sizes`: bytes from the beginning to the end of each matrix that is given, then of `out`."""
         self.problem, self.kernel = problem, kernel
+        *self._input_sizes, self._out_size = sizes
         self.has_run = False
         self.repeat: Repeat | None = None  # by `Kernel.repeat`, from the second call on
+
+    def may_overlap(self, addresses: Sequence[int]) -> bool:
+        """Return whether the memory from the beginning to the end of `out`, the last tensor, meets that of an input."""
+        out_at, out_size = addresses[-1], self._out_size
+        for i, size in enumerate(self._input_sizes):
+            if -size < addresses[i] - out_at < out_size:
+                return True
+        return False
 
     def run(self, tensors: Sequence[Any], addresses: Sequence[int], out: torch.Tensor | None) -> torch.Tensor:
         """Return the product of matrices like those that the plan was made for, in `out` if it is given.

@@ -588,11 +588,11 @@ def loaded_binary(launch: Launch, signature: Signature, device: int, stored: Sto
 
 def launches_are_hooked() -> bool:
     """Return whether a profiler hooks Triton's launches."""
-    runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    if enter is not None and getattr(enter, "calls", True):
-        return True
-    return bool(leave is not None and getattr(leave, "calls", True))
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    try:
+        return bool(enter.calls or leave.calls)  # Triton's chains of hooks
+    except AttributeError:  # None, or a function that replaces a chain
+        return any(hook is not None and getattr(hook, "calls", True) for hook in (enter, leave))
 
 
 recorder: Callable[[Launch], None] | None = None  # gets launches instead of the driver: see recording.py
