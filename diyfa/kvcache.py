@@ -328,6 +328,11 @@ def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_
         _check_pages(tensors, lengths, cu_q.diff(), window_left)
 
 
+def _reads_values(call: _Call, tensors: KVCacheTensors) -> bool:
+    """Return whether equal calls have values that the host can read without waiting."""
+    return tensors.q.is_cpu or not (call.is_packed or tensors.seqlens is not None)
+
+
 def _check_values(call: _Call, tensors: KVCacheTensors, max_seqlen_k: int) -> None:
     """Check the values that the host can read without waiting."""
     if call.is_packed:
@@ -425,7 +430,7 @@ def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> A
     elif plan is None:
         plan = KVCachePlan(tensors, call.options, new, out)
         plan.binds_without_copies = all(map(is_, tensors[-_BOUND:], optional))
-        plan.reads_values = q.is_cpu or not (call.is_packed or tensors.seqlens is not None)
+        plan.reads_values = _reads_values(call, tensors)
         plan.wants_grad = needs_grad((q, k, v, *optional), out)
         needs_nothing = plan.binds_without_copies and not plan.reads_values and not plan.wants_grad
         plan.only_attends = needs_nothing and new is None
