@@ -298,8 +298,8 @@ class KVCachePlan:
     def repeat(
         self, addresses: Sequence[int], length: int, out: torch.Tensor | None, returns_lse: bool
     ) -> Sequence[Any] | None:
-        """Repeat a call that `only_attends` -> what `run` returns, or None if it cannot be repeated. `addresses`: of all
-        tensors but `out`."""
+        """Repeat a call that `only_attends` -> what `run` returns, or None if it cannot be repeated. `addresses`: those
+        of all tensors but `out`."""
         repeat = self._attend.repeat
         return None if repeat is None else repeat([*addresses, length], out, returns_lse)
 

@@ -288,7 +288,7 @@ def _run_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
 ) -> list[torch.Tensor | None]:
-    """Run the backward pass of a plan. `saved`: q, k, v, out, lse, then the tensors of `plan.names`; `addresses`: theirs.
+    """Run the backward pass of a plan. `saved`: q, k, v, out, lse, the tensors of `plan.names`; `addresses`: theirs.
 
     Returns the owners of dq, dk and dv, filled up to three with None, then the gradients of optional tensors, one for
     each row of `GRADIENTS`, None if it is not wanted.

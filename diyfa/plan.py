@@ -92,7 +92,7 @@ class ProductPlan:
     def may_overlap(self, addresses: Sequence[int]) -> bool:
         """Return whether the memory from the beginning to the end of `out`, the last tensor, meets that of an input."""
         out_at, out_size = addresses[-1], self._out_size
-        for i, size in enumerate(self._input_sizes):
+        for i, size in enumerate(self._input_sizes):  # noqa: SIM110 (a generator takes twice as long)
             if -size < addresses[i] - out_at < out_size:
                 return True
         return False

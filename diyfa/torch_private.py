@@ -70,7 +70,7 @@ def unbatched(x: torch.Tensor) -> torch.Tensor:
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return `function.apply` for calls that no transform of torch.func sees, which `Function.apply` looks for."""
-    return super(torch.autograd.Function, function).apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def dispatch_keys(x: torch.Tensor) -> Any:
