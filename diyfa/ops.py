@@ -300,7 +300,7 @@ def _run_backward(
     repeats = plan.backward_repeats
     repeat = repeats.get(stride) if dlse is None else None
     if repeat is not None:
-        repeated = repeat([*addresses, dout.data_ptr()], (*saved, dout))
+        repeated = repeat([*addresses, dout.data_ptr()], saved)
         if repeated is not None:
             return repeated
     q, k, v, out, lse, *optional = saved
@@ -310,7 +310,7 @@ def _run_backward(
     gradients = AttentionGradients(*qkv, **rest)  # type: ignore[arg-type]
     _backward_into(plan, dout, dlse, (q, k, v, out, lse), gradients, lengths, options)
     # Repeats are prepared for aligned tensors alone.
-    aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
+    aligned = not (addresses[0] | addresses[1] | addresses[2] | dout.data_ptr()) & 15
     if dlse is None and aligned and not plan.sees_no_key:
         # The first such call leaves None under its stride, and the second one makes the repeat: most lengths come once.
         if stride in repeats:

@@ -658,9 +658,10 @@ class Kernel:
 
     * attention_fwd: `repeat(problem, tensors, out, lse)` returns `(addresses) -> (out, lse)`
     * attention_bwd: `repeat(problem, tensors, out, lse, dout, gradients, owners)`, for calls without dlse, returns
-      `(addresses, given) -> [*owners, *gradients of optional tensors]`. `given` are q, k, v, out, lse, the optional
-      tensors and dout, and `addresses` theirs. `owners` are the one to three tensors that contain dq, dk, dv; in the
-      result None fills them up to three. The function compares strides, but not dtypes and shapes
+      `(addresses, saved) -> [*owners, *gradients of optional tensors]`. `saved` are q, k, v, out, lse and the optional
+      tensors, and `addresses` theirs, then that of dout. `owners` are the one to three tensors that contain dq, dk, dv;
+      in the result None fills them up to three. The function is for one stride of dout and compares the strides of
+      `saved`, but not dtypes and shapes
     * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(numbers, out | None, returns_lse) -> (out, lse, …)`.
       `numbers` are the addresses, then `tensors.length` of the new call. `out` is the tensor to fill; without one the
       function allocates it. lse may be anything if it is not returned

@@ -493,23 +493,23 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
         replay = make_replay(described, inputs, outputs, choice)
         if replay is None:
             return None
-        first_strides, count = [x.stride() for x in inputs], len(owners)
+        first_strides, count = [x.stride() for x in inputs[:-1]], len(owners)
         missing = [None] * (3 - count + len(GRADIENTS))
         sinks_index = next((i for i, x in enumerate(inputs) if x is tensors.sinks), None)
 
-        def run_again(addresses: list[int], given: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
-            """`given`: tensors of another call, as `inputs` of the first."""
-            q_at, k_at, v_at, out_at, lse_at, *_, dout_at = addresses
-            if (q_at | k_at | v_at | out_at | lse_at | dout_at) & 15 or [x.stride() for x in given] != first_strides:
+        def run_again(addresses: list[int], saved: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
+            """`saved`: tensors of another call, as `inputs` of the first but dout. `addresses`: of these and dout."""
+            # q, k and v are aligned as in the first call: that is in the key.
+            if (addresses[3] | addresses[4] | addresses[-1]) & 15 or [x.stride() for x in saved] != first_strides:
                 return None
             results = replay(addresses)  # the owners, delta if there is one, and the pass's memory
             if results is None:
                 return None
             gradients = [*results[:count], *missing]
             if sinks_index is not None:
-                dsinks = gradients[3 + SINKS_GRADIENT] = torch.empty_like(given[sinks_index])
+                dsinks = gradients[3 + SINKS_GRADIENT] = torch.empty_like(saved[sinks_index])
                 with on_device(dsinks):
-                    _fill_dsinks(given[sinks_index], given[4], results[count], dsinks)
+                    _fill_dsinks(saved[sinks_index], saved[4], results[count], dsinks)
             return gradients
 
         return run_again
