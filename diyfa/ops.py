@@ -62,7 +62,7 @@ from diyfa.problem import (
     is_aligned,
 )
 from diyfa.torch_private import below_autograd, differentiates_forward, direct_apply, is_transformed, is_unseen
-from diyfa.validation import FLOAT8_MATMUL, check_derivatives, check_no_overlap, memory_span
+from diyfa.validation import FLOAT8_MATMUL, check_derivatives, check_no_overlap
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INF = float("inf")
@@ -801,8 +801,7 @@ def product_plan(
     variant = options.variant
     if options.is_backward:
         variant = registry.variant_or_auto("matmul", chosen, variant, problem)
-    sizes = [0 if x is None or not x.numel() else memory_span(x) * x.element_size() for x in (*tensors.present(), out)]
-    plan = ProductPlan(problem, registry.choose("matmul", problem, chosen, variant), sizes)
+    plan = ProductPlan(problem, registry.choose("matmul", problem, chosen, variant), tensors, out)
     remember(key, plan)
     return plan
 

@@ -20,6 +20,7 @@ from diyfa import registry
 from diyfa.options import AttentionOptions, Lengths, without_tensors
 from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, MatmulTensors, as_backward
 from diyfa.torch_private import is_unseen
+from diyfa.validation import memory_span
 
 # Runs a call again with other tensors: it replaces addresses in launches that are prepared. Returns None if it cannot.
 Repeat = Callable[..., Any]
@@ -82,10 +83,16 @@ class ProductPlan:
 
     __slots__ = ("_input_sizes", "_out_size", "has_run", "kernel", "problem", "repeat")
 
-    def __init__(self, problem: MatmulProblem, kernel: Kernel, sizes: Sequence[int]) -> None:
-        """`sizes`: bytes from the beginning to the end of each matrix that is given, then of `out`."""
+    def __init__(
+        self, problem: MatmulProblem, kernel: Kernel, tensors: MatmulTensors, out: torch.Tensor | None
+    ) -> None:
         self.problem, self.kernel = problem, kernel
-        *self._input_sizes, self._out_size = sizes
+        # Bytes from the beginning to the end of each matrix that is given, and of `out`.
+        self._input_sizes, self._out_size = [], 0
+        if out is not None:
+            *self._input_sizes, self._out_size = [
+                memory_span(x) * x.element_size() if x.numel() else 0 for x in (*tensors.present(), out)
+            ]
         self.has_run = False
         self.repeat: Repeat | None = None  # by `Kernel.repeat`, from the second call on
 
