@@ -19,7 +19,7 @@ import torch
 from diyfa import registry
 from diyfa.options import AttentionOptions, Lengths, without_tensors
 from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, MatmulTensors, as_backward
-from diyfa.torch_private import is_unseen
+from diyfa.torch_private import is_deterministic, is_unseen
 from diyfa.validation import memory_span
 
 # Runs a call again with other tensors: it replaces addresses in launches that are prepared. Returns None if it cannot.
@@ -196,7 +196,7 @@ def call_key(tensors: tuple[Any, ...], scalars: Hashable) -> tuple[Hashable | No
     if not is_unseen():
         return None, addresses
     wants_grad = torch.is_grad_enabled()
-    key: list[Hashable] = [scalars, wants_grad, torch.are_deterministic_algorithms_enabled()]
+    key: list[Hashable] = [scalars, wants_grad, is_deterministic()]
     try:
         for x in tensors:
             if x is None:
@@ -213,7 +213,8 @@ def call_key(tensors: tuple[Any, ...], scalars: Hashable) -> tuple[Hashable | No
     first, second = tensors[0], tensors[1]
     if first is None or second is None:  # the checks refuse it
         return None, addresses
-    if first.dtype is torch.float32 or first.dtype is not second.dtype:  # autocast casts no other tensors
+    dtype = first.dtype
+    if dtype is torch.float32 or dtype is not second.dtype:  # autocast casts no other tensors
         key.append(autocast_dtype(first))
     return tuple(key), addresses
 
