@@ -180,9 +180,10 @@ def attend(
         arguments["mask_blocks"], arguments["mask_bits"] = mask.blocks, mask.bits
     optional = optional_from_arguments(lengths, arguments)
     plan = key = None
+    addresses: list[int] = []
     if not packing:
         q, k, v = tensors
-        key = attention_key(tensors, lengths, arguments.values(), optional)
+        key, addresses = attention_key(tensors, lengths, arguments.values(), optional)
         plan = find(key)
     if plan is None:
         if key is None:  # there is no key of DTensors or `Quantized`, and none of packed tensors yet
@@ -206,7 +207,7 @@ def attend(
             prepared = _as_4d(q, k, v, lengths.seq_lens)
         q, k, v = _views(packing, prepared, list(owners), layout) if packing else prepared
         if packing or q is not tensors[0] or k is not tensors[1] or v is not tensors[2]:
-            key = attention_key((q, k, v), lengths, arguments.values(), optional)
+            key, addresses = attention_key((q, k, v), lengths, arguments.values(), optional)
             plan = find(key)
         tensors = prepared
     q_owner, k_owner, v_owner = (*tensors, None, None)[:3] if packing else tensors
@@ -216,7 +217,7 @@ def attend(
     if plan is not None and (weights is None or not arguments["dropout_p"]):
         if optional:
             validation.check_values(lengths, q, k, layout)
-        result = ops.run_plan(plan, (q_owner, k_owner, v_owner), optional, returns_lse)
+        result = ops.run_plan(plan, (q_owner, k_owner, v_owner), optional, addresses, returns_lse)
         if weights is not None:
             result = (*result, q.new_empty(0))
     else:
@@ -224,7 +225,7 @@ def attend(
         if key is not None and not is_described_only(q):
             plan = ops.plan_of(q, k, v, lengths, options, key)
             checked = optional_tensors(lengths, options)
-            result = ops.run_plan(plan, (q_owner, k_owner, v_owner), checked, returns_lse)
+            result = ops.run_plan(plan, (q_owner, k_owner, v_owner), checked, addresses, returns_lse)
         else:
             result = ops.attend(q_owner, k_owner, v_owner, lengths, options)
             result = result if returns_lse else result[0]

@@ -228,7 +228,7 @@ class _Step:
         if self.repeat is None:
             return None
         present = self._present(inputs)
-        return self.repeat([*map(torch.Tensor.data_ptr, present), length], present, *arguments)
+        return self.repeat([*map(torch.Tensor.data_ptr, present), length], *arguments)
 
     def run(
         self, tensors: KVCacheTensors, inputs: tuple[Any, ...], results: Callable[[], tuple[Any, ...]], *arguments: Any
@@ -261,8 +261,8 @@ class KVCachePlan:
     """The plan of a call: the steps that append new keys and attend, and all else that equal calls have in common."""
 
     __slots__ = (
-        "_append", "_attend", "_computes_nothing", "_reach", "added", "binds_without_copies", "problem", "reads_values",
-        "scale", "wants_grad",
+        "_append", "_attend", "_computes_nothing", "_reach", "added", "binds_without_copies", "only_attends", "problem",
+        "reads_values", "scale", "wants_grad",
     )  # fmt: skip
 
     def __init__(
@@ -292,7 +292,16 @@ class KVCachePlan:
         self.scale, self.added = tensors.sm_scale, tensors.added
         # Set by the front end. `binds_without_copies`: kernels read the caller's tensors, no copies or views of them.
         # `reads_values`: the host can check lengths or tables. `wants_grad`: an input requires a gradient in grad mode.
-        self.binds_without_copies = self.reads_values = self.wants_grad = False
+        # `only_attends`: before it is repeated, a call has nothing to bind, append, check by value or differentiate.
+        self.binds_without_copies = self.reads_values = self.wants_grad = self.only_attends = False
+
+    def repeat(
+        self, addresses: Sequence[int], length: int, out: torch.Tensor | None, returns_lse: bool
+    ) -> Sequence[Any] | None:
+        """Repeat a call that `only_attends` -> what `run` returns, or None if it cannot be repeated. `addresses`: those
+        of all tensors but `out`."""
+        repeat = self._attend.repeat
+        return None if repeat is None else repeat([*addresses, length], out, returns_lse)
 
     def run(
         self, tensors: KVCacheTensors, new: NewKeys | None, out: torch.Tensor | None, returns_lse: bool = True

@@ -98,8 +98,8 @@ def triton_matmul(
     key, addresses = call_key(given if out is None else (*given, out), choices)
     plan = find(key)
     if plan is not None:
-        if out is not None:
-            validation.check_no_overlap(out, given, MatmulTensors._fields)  # the key does not hold addresses
+        if out is not None and plan.may_overlap(addresses):  # the key does not hold addresses
+            validation.check_no_overlap(out, given, MatmulTensors._fields)
         return plan.run(given, addresses, out)
     validation.check_tensors(a=a, b=b)
     if precision is None:

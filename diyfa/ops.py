@@ -61,7 +61,7 @@ from diyfa.problem import (
     has_few_steps,
     is_aligned,
 )
-from diyfa.torch_private import below_autograd, differentiates_forward, is_transformed, is_unseen
+from diyfa.torch_private import below_autograd, differentiates_forward, direct_apply, is_transformed, is_unseen
 from diyfa.validation import FLOAT8_MATMUL, check_derivatives, check_no_overlap
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -165,12 +165,13 @@ def plan_of(
 
 def _operator_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
-) -> Plan:
-    """Return the plan of a call that comes through an operator: the second entrance to `plan_of`."""
+) -> tuple[Plan, list[int]]:
+    """Return the plan of a call that comes through an operator, and the addresses of its tensors: the second entrance
+    to `plan_of`. A plan that is new, as all are for calls without a key, reads no addresses."""
     optional = optional_tensors(lengths, options)
-    key = attention_key((q, k, v), lengths, (registry.forced_backend(), *options), optional)
+    key, addresses = attention_key((q, k, v), lengths, (registry.forced_backend(), *options), optional)
     plan = find(key)
-    return plan_of(q, k, v, lengths, options, key) if plan is None else plan
+    return plan_of(q, k, v, lengths, options, key) if plan is None else plan, addresses
 
 
 def empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
@@ -224,21 +225,26 @@ def _operator_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> Pair:
     """Run the forward pass of a call that comes through an operator, or could have."""
-    plan = _operator_plan(q, k, v, lengths, options)
-    return _run_forward(plan, q, k, v, _not_none(*optional_tensors(lengths, options)))
+    plan, addresses = _operator_plan(q, k, v, lengths, options)
+    return _run_forward(plan, q, k, v, _not_none(*optional_tensors(lengths, options)), addresses)
 
 
 def _run_forward(
-    plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, optional: Sequence[torch.Tensor]
+    plan: Plan,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    optional: Sequence[torch.Tensor],
+    addresses: Sequence[int],
 ) -> Pair:
-    """Run the forward pass of a plan -> (out, lse). `optional`: the tensors of `plan.names`.
+    """Run the forward pass of a plan -> (out, lse). `optional`: the tensors of `plan.names`. `addresses`: those of q,
+    k, v and these.
 
     The first run launches the kernel; from the second on the plan's `repeat` does, if the kernel offers one.
     """
-    inputs = q, k, v, *optional
     repeat = plan.repeat  # read once: another thread may replace it
     if repeat is not None:
-        pair = repeat([*map(torch.Tensor.data_ptr, inputs)], inputs)
+        pair = repeat(addresses)
         if pair is not None:
             return pair
     problem, kernel = plan.problem, plan.forward
@@ -248,9 +254,9 @@ def _run_forward(
         fill_without_keys(options.sinks, q, lengths, options.layout, out, lse)
         return out, lse
     tensors = bind(q, k, v, lengths, options)
-    if plan.has_run and kernel.repeat is not None and _binds_without_copies(tensors, *inputs):
+    if plan.has_run and kernel.repeat is not None and _binds_without_copies(tensors, q, k, v, *optional):
         repeat = plan.repeat = kernel.repeat(problem, tensors, *_empty_results(q, problem))
-        pair = None if repeat is None else repeat([*map(torch.Tensor.data_ptr, inputs)], inputs)
+        pair = None if repeat is None else repeat(addresses)
         if pair is not None:
             return pair
     out, lse = _empty_results(q, problem)
@@ -277,33 +283,34 @@ _BACKWARD_REPEATS_LIMIT = 16  # strides of dout for which a plan has repeats
 
 def _run_backward(
     plan: Plan,
-    saved: tuple[torch.Tensor, ...],
-    optional: Sequence[torch.Tensor],
+    saved: Sequence[torch.Tensor],
+    addresses: Sequence[int],
     dout: torch.Tensor,
     dlse: torch.Tensor | None = None,
 ) -> list[torch.Tensor | None]:
-    """Run the backward pass of a plan. `saved`: q, k, v, out, lse. `optional`: the tensors of `plan.names`.
+    """Run the backward pass of a plan. `saved`: q, k, v, out, lse, the tensors of `plan.names`; `addresses`: theirs.
 
     Returns the owners of dq, dk and dv, filled up to three with None, then the gradients of optional tensors, one for
     each row of `GRADIENTS`, None if it is not wanted.
     """
-    if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
-        dout = dout.contiguous()
-    q, k, v, out, lse = saved
     stride = dout.stride()
+    if stride[-1] != 1:  # an expanded gradient, as from out.sum()
+        dout = dout.contiguous()
+        stride = dout.stride()
     repeats = plan.backward_repeats
     repeat = repeats.get(stride) if dlse is None else None
     if repeat is not None:
-        repeated = repeat(out, lse, dout, q, k, v, *optional)
+        repeated = repeat([*addresses, dout.data_ptr()], saved)
         if repeated is not None:
             return repeated
+    q, k, v, out, lse, *optional = saved
     lengths, options = with_tensors(plan.lengths, plan.options, plan.names, optional)
     owners, qkv = _empty_gradients(q, k, v, options)
     rest = _empty_feature_gradients(options)
     gradients = AttentionGradients(*qkv, **rest)  # type: ignore[arg-type]
-    _backward_into(plan, dout, dlse, saved, gradients, lengths, options)
+    _backward_into(plan, dout, dlse, (q, k, v, out, lse), gradients, lengths, options)
     # Repeats are prepared for aligned tensors alone.
-    aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
+    aligned = not (addresses[0] | addresses[1] | addresses[2] | dout.data_ptr()) & 15
     if dlse is None and aligned and not plan.sees_no_key:
         # The first such call leaves None under its stride, and the second one makes the repeat: most lengths come once.
         if stride in repeats:
@@ -391,8 +398,9 @@ def _operator_backward(
 ) -> list[torch.Tensor | None]:
     """Run the backward pass of a call that comes through an operator, or could have. Returns as `_run_backward`."""
     q, k, v, _, _ = saved
-    plan = _operator_plan(q, k, v, lengths, options)
-    return _run_backward(plan, saved, _not_none(*optional_tensors(lengths, options)), dout, dlse)
+    plan, _ = _operator_plan(q, k, v, lengths, options)
+    tensors = (*saved, *_not_none(*optional_tensors(lengths, options)))
+    return _run_backward(plan, tensors, [*map(torch.Tensor.data_ptr, tensors)], dout, dlse)
 
 
 # ---- The operators: here alone a call is flat ---------------------------------------------------------------------
@@ -413,7 +421,7 @@ def _attention_bwd_out(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, l
     dq, dk, dv, delta, *features = rest
     grads, saved = AttentionGradients(dq, dk, dv, delta=delta), (q, k, v, out, lse)
     lengths, options = unpack(features)
-    plan = _operator_plan(q, k, v, lengths, options)
+    plan, _ = _operator_plan(q, k, v, lengths, options)
     _backward_into(plan, dout, dlse, saved, grads, lengths, options, aligned=is_aligned(dq, dk, dv))
 
 
@@ -476,15 +484,26 @@ class _Attention(torch.autograd.Function):
     """Attention with gradients of q, k, v (or what packs them) and optional tensors from both outputs, out and lse."""
 
     @staticmethod
-    def forward(ctx: Any, q: Any, k: Any, v: Any, call: Plan | _Unplanned, return_lse: bool, *optional: Any) -> Any:
+    def forward(
+        ctx: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        call: Plan | _Unplanned,
+        return_lse: bool,
+        addresses: Sequence[int],
+        *optional: Any,
+    ) -> Any:
+        """`addresses`: of q, k and v themselves and the optional tensors, for a plan."""
         views = UNPACK[call.options.packing](q, k, v)
         if type(call) is Plan:
-            out, lse = _run_forward(call, *views, optional)
+            out, lse = _run_forward(call, *views, optional, addresses)
+            ctx.addresses = [*addresses[:3], out.data_ptr(), lse.data_ptr(), *addresses[3:]]
         else:
             out, lse = forward(*views, *with_tensors(call.lengths, call.options, call.names, optional))
+            ctx.addresses = None
         ctx.save_for_backward(q, k, v, out, lse, *optional)
         ctx.call = call
-        ctx.addresses = [x.data_ptr() for x in (*views, out, lse, *optional)] if type(call) is Plan else None
         if not return_lse:
             return out
         ctx.set_materialize_grads(False)  # an unused lse costs no gradient of zeros
@@ -493,21 +512,29 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any = None) -> tuple[torch.Tensor | None, ...]:
         call, saved = ctx.call, ctx.saved_tensors  # read once: an unpacking hook may refuse a second time
-        results: Sequence[torch.Tensor | None] | None = None
-        if dlse is None and may_be_read(dout) and not torch.is_grad_enabled() and is_unseen():
-            q, k, v, out, lse, *optional = saved
-            q, k, v = UNPACK[call.options.packing](q, k, v)
+        if dlse is None and may_be_read(dout) and not torch.is_grad_enabled() and ctx.addresses and is_unseen():
+            packing, tensors = call.options.packing, saved
+            if packing:
+                tensors = (*UNPACK[packing](*saved[:3]), *saved[3:])
+            addresses = [*map(torch.Tensor.data_ptr, tensors)]
             # With other addresses, hooks have packed and unpacked the saved tensors.
-            if ctx.addresses == [x.data_ptr() for x in (q, k, v, out, lse, *optional)] and call.is_usable():
-                results = _run_backward(call, (q, k, v, out, lse), optional, dout)
-        if results is None:
-            results = _differentiate(call, saved, dout, dlse)
-        gradients = [*results[:3], None, None]
-        if call.names:
-            feature_gradients = dict(zip(DIFFERENTIABLE, results[3:], strict=True))
-            gradients += [feature_gradients.get(name) for name in call.names]
+            if addresses == ctx.addresses and call.is_usable():
+                return _by_argument(call, _run_backward(call, tensors, addresses, dout))
+        gradients = _by_argument(call, _differentiate(call, saved, dout, dlse))
         # An operator returns a tensor without elements where there is no gradient.
         return tuple([x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=True)])
+
+
+def _by_argument(call: Plan | _Unplanned, results: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """Return the results of a backward pass, one for each argument of `_Attention.forward`."""
+    gradients = (*results[:3], None, None, None)
+    if not call.names:
+        return gradients
+    feature_gradients = dict(zip(DIFFERENTIABLE, results[3:], strict=True))
+    return (*gradients, *map(feature_gradients.get, call.names))
+
+
+_apply_unseen = direct_apply(_Attention)
 
 
 @once_differentiable
@@ -539,7 +566,7 @@ def differentiate(
 def _apply(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
     """Apply the autograd function without a plan."""
     optional = _not_none(*optional_tensors(lengths, options))
-    return _Attention.apply(q, k, v, _Unplanned(*without_tensors(lengths, options)), True, *optional)
+    return _Attention.apply(q, k, v, _Unplanned(*without_tensors(lengths, options)), True, (), *optional)
 
 
 def options_in_16_bits(options: AttentionOptions) -> AttentionOptions:
@@ -657,11 +684,13 @@ def run_plan(
     plan: Plan,
     owners: tuple[Any, ...],
     optional: Sequence[torch.Tensor | None],
+    addresses: Sequence[int],
     return_lse: bool,
 ) -> Any:
     """Run a call that `plan` was made for -> out, or (out, lse). `owners`: three, None where fewer pack q, k and v.
 
-    `optional`: the tensors of the call in the order of the table, or () if none is given.
+    `optional`: the tensors of the call in the order of the table, or () if none is given. `addresses`: those of q, k, v
+    come first.
     """
     present: Sequence[torch.Tensor] = ()
     if plan.names:
@@ -672,11 +701,12 @@ def run_plan(
             tensors = list(optional or _NO_TENSORS)
             tensors[_STATE_INDEX] = new_rng_state(owners[0].device) if tensors[_STATE_INDEX] is None else None
             present = [x for x in tensors if x is not None]
+        addresses = [*addresses[:3], *map(torch.Tensor.data_ptr, present)]
     if plan.problem.needs_grad:
-        return _Attention.apply(*owners, plan, return_lse, *present)
+        return _apply_unseen(*owners, plan, return_lse, addresses, *present)
     packing = plan.options.packing
     q, k, v = UNPACK[packing](*owners) if packing else owners
-    pair = _run_forward(plan, q, k, v, present)
+    pair = _run_forward(plan, q, k, v, present, addresses)
     return (pair[0], pair[1]) if return_lse else pair[0]
 
 
@@ -771,7 +801,7 @@ def product_plan(
     variant = options.variant
     if options.is_backward:
         variant = registry.variant_or_auto("matmul", chosen, variant, problem)
-    plan = ProductPlan(problem, registry.choose("matmul", problem, chosen, variant))
+    plan = ProductPlan(problem, registry.choose("matmul", problem, chosen, variant), tensors, out)
     remember(key, plan)
     return plan
 

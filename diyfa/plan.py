@@ -19,7 +19,8 @@ import torch
 from diyfa import registry
 from diyfa.options import AttentionOptions, Lengths, without_tensors
 from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, MatmulTensors, as_backward
-from diyfa.torch_private import is_unseen
+from diyfa.torch_private import is_deterministic, is_unseen
+from diyfa.validation import memory_span
 
 # Runs a call again with other tensors: it replaces addresses in launches that are prepared. Returns None if it cannot.
 Repeat = Callable[..., Any]
@@ -80,12 +81,28 @@ class Plan:
 class ProductPlan:
     """The plan of a matrix product: its problem and its kernel."""
 
-    __slots__ = ("has_run", "kernel", "problem", "repeat")
+    __slots__ = ("_input_sizes", "_out_size", "has_run", "kernel", "problem", "repeat")
 
-    def __init__(self, problem: MatmulProblem, kernel: Kernel) -> None:
+    def __init__(
+        self, problem: MatmulProblem, kernel: Kernel, tensors: MatmulTensors, out: torch.Tensor | None
+    ) -> None:
         self.problem, self.kernel = problem, kernel
+        # Bytes from the beginning to the end of each matrix that is given, and of `out`.
+        self._input_sizes, self._out_size = [], 0
+        if out is not None:
+            *self._input_sizes, self._out_size = [
+                memory_span(x) * x.element_size() if x.numel() else 0 for x in (*tensors.present(), out)
+            ]
         self.has_run = False
         self.repeat: Repeat | None = None  # by `Kernel.repeat`, from the second call on
+
+    def may_overlap(self, addresses: Sequence[int]) -> bool:
+        """Return whether the memory from the beginning to the end of `out`, the last tensor, meets that of an input."""
+        out_at, out_size = addresses[-1], self._out_size
+        for i, size in enumerate(self._input_sizes):  # noqa: SIM110 (a generator takes twice as long)
+            if -size < addresses[i] - out_at < out_size:
+                return True
+        return False
 
     def run(self, tensors: Sequence[Any], addresses: Sequence[int], out: torch.Tensor | None) -> torch.Tensor:
         """Return the product of matrices like those that the plan was made for, in `out` if it is given.
@@ -94,7 +111,7 @@ class ProductPlan:
         """
         repeat = self.repeat  # read once: another thread may replace it
         if repeat is not None:
-            repeated = repeat(addresses if out is None else addresses[:-1], tensors, out)
+            repeated = repeat(addresses if out is None else addresses[:-1], out)
             if repeated is not None:
                 return repeated[0]
             self.repeat = None  # it refused: a tile may have been measured since it was made
@@ -179,7 +196,7 @@ def call_key(tensors: tuple[Any, ...], scalars: Hashable) -> tuple[Hashable | No
     if not is_unseen():
         return None, addresses
     wants_grad = torch.is_grad_enabled()
-    key: list[Hashable] = [scalars, wants_grad, torch.are_deterministic_algorithms_enabled()]
+    key: list[Hashable] = [scalars, wants_grad, is_deterministic()]
     try:
         for x in tensors:
             if x is None:
@@ -196,25 +213,26 @@ def call_key(tensors: tuple[Any, ...], scalars: Hashable) -> tuple[Hashable | No
     first, second = tensors[0], tensors[1]
     if first is None or second is None:  # the checks refuse it
         return None, addresses
-    if first.dtype is torch.float32 or first.dtype is not second.dtype:  # autocast casts no other tensors
+    dtype = first.dtype
+    if dtype is torch.float32 or dtype is not second.dtype:  # autocast casts no other tensors
         key.append(autocast_dtype(first))
     return tuple(key), addresses
 
 
 def attention_key(
     qkv: tuple[Any, ...], lengths: Lengths, scalars: Iterable[Any], optional: tuple[Any, ...]
-) -> Hashable | None:
-    """Return the key of a call of attention, as `call_key` does.
+) -> tuple[Hashable | None, list[int]]:
+    """Return the key of a call of attention and the addresses of its tensors, as `call_key` does.
 
     `optional` is () if no optional tensor is given; `scalars` may contain these tensors, too.
     """
     if qkv[2] is None:  # the checks refuse it
-        return None
+        return None, []
     if not optional:
-        return call_key(qkv, tuple(scalars))[0]
+        return call_key(qkv, tuple(scalars))
     # Not None, which is a default: the checks refuse a tensor that is given as a number.
     scalars = [torch.Tensor if isinstance(x, torch.Tensor) else x for x in scalars]
-    return call_key((*qkv, *optional), (*scalars, lengths.max_seqlen_q, lengths.max_seqlen_k))[0]
+    return call_key((*qkv, *optional), (*scalars, lengths.max_seqlen_q, lengths.max_seqlen_k))
 
 
 def find(key: Hashable | None) -> Any:

@@ -652,23 +652,23 @@ class Kernel:
 
     A kernel may offer a cheaper way to run a call that differs from an earlier one only in its tensors' addresses.
     `repeat`, called when such a call has run, takes tensors and results of it or of an equal call. It returns a
-    function, or None if there is no cheaper way now. The function takes the tensors of a new call, `tensors.present()`,
-    and their addresses. It allocates and returns the results. If a decision no longer holds, it launches nothing and
-    returns None.
+    function, or None if there is no cheaper way now. The function takes the addresses of a new call's tensors, those
+    of `tensors.present()` in that order. It allocates and returns the results. If a decision no longer holds, it
+    launches nothing and returns None.
 
-    * attention_fwd: `repeat(problem, tensors, out, lse)` returns `(addresses, present) -> (out, lse)`
+    * attention_fwd: `repeat(problem, tensors, out, lse)` returns `(addresses) -> (out, lse)`
     * attention_bwd: `repeat(problem, tensors, out, lse, dout, gradients, owners)`, for calls without dlse, returns
-      `(out, lse, dout, *present) -> [*owners, *gradients of optional tensors]`. `owners` are the one to three tensors
-      that contain dq, dk, dv; in the result None fills them up to three. The function compares strides, but not dtypes
-      and shapes
-    * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(numbers, present, out | None, returns_lse) -> (out,
-      lse, …)`. `numbers` are the addresses, then `tensors.length` of the new call. `out` is the tensor to fill; without
-      one the function allocates it. lse may be anything if it is not returned
-    * matmul: `repeat(problem, tensors, c)` returns `(addresses, fields, out | None) -> [c, …]`. `fields` are those of
-      `MatmulTensors`, or a and b if the others are None. `out` is the tensor to fill; without one the function
-      allocates it
-    * kvcache_append: `repeat(problem, tensors, new)` returns `(numbers, present) -> not None`; the tensors of `new`
-      come behind the others
+      `(addresses, saved) -> [*owners, *gradients of optional tensors]`. `saved` are q, k, v, out, lse and the optional
+      tensors, and `addresses` theirs, then that of dout. `owners` are the one to three tensors that contain dq, dk, dv;
+      in the result None fills them up to three. The function is for one stride of dout and compares the strides of
+      `saved`, but not dtypes and shapes
+    * kvcache_fwd: `repeat(problem, tensors, out, lse)` returns `(numbers, out | None, returns_lse) -> (out, lse, …)`.
+      `numbers` are the addresses, then `tensors.length` of the new call. `out` is the tensor to fill; without one the
+      function allocates it. lse may be anything if it is not returned
+    * matmul: `repeat(problem, tensors, c)` returns `(addresses, out | None) -> [c, …]`. `out` is the tensor to fill;
+      without one the function allocates it
+    * kvcache_append: `repeat(problem, tensors, new)` returns `(numbers) -> not None`; the addresses of the tensors of
+      `new` come behind the others
     """
 
     name: str

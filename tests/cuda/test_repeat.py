@@ -19,7 +19,7 @@ import torch
 from recorded_launches import Map, Recorded
 
 import diyfa
-from diyfa import flash_attn_interface, masks, ops, registry, tuning
+from diyfa import flash_attn_interface, kvcache, masks, ops, registry, tuning
 from diyfa import plan as planning
 from diyfa.backends.cuda.attention import bwd_dbias, bwd_partials, configs, decode, stream_k
 from diyfa.backends.cuda.attention import launch as attention_launch
@@ -728,17 +728,27 @@ def chosen_mla(monkeypatch):
     monkeypatch.setattr(backend, "kernels", kernels)
 
 
+@pytest.fixture
+def on_a_device(monkeypatch):
+    """Lengths and tables are as on a device, where the host does not read them."""
+    monkeypatch.setattr(kvcache, "_reads_values", lambda *_: False)
+
+
 @pytest.mark.parametrize("passes_out", [False, True], ids=["", "out"])
-@pytest.mark.parametrize("by", ["tensor", "int"])
+@pytest.mark.parametrize("by", ["tensor", "int", "tensor on a device"])
 @pytest.mark.parametrize("case", CACHES)
 def test_a_repeated_call_with_a_cache_has_the_launches_of_the_first(
-    recorder, chosen_mla, launched, case, by, passes_out
+    recorder, chosen_mla, launched, monkeypatch, request, case, by, passes_out
 ):
     """Of one with an int for all lengths the length is given anew."""
     make, kernels = CACHES[case]
-    passes, kept = [], []
+    passes, kept, bound = [], [], []
+    bind = kvcache._bind
+    monkeypatch.setattr(kvcache, "_bind", lambda *args: bound.append(args) or bind(*args))
+    if by == "tensor on a device":
+        request.getfixturevalue("on_a_device")
     for length in (100, 100, 101, 102):
-        given = make(length, by)
+        given = make(length, "int" if by == "int" else "tensor")
         out = given["q"].new_zeros(*given["q"].shape[:3], given["v_cache"].shape[3]) if passes_out else None
         launched.clear()
         with diyfa.use_backend("cuda"), diyfa.batch_invariant() if "mode" in case else contextlib.nullcontext():
@@ -756,6 +766,22 @@ def test_a_repeated_call_with_a_cache_has_the_launches_of_the_first(
         assert read_by(launches) >= expected - {"rotary_sin"}
     assert not launched
     assert_same(*passes)
+    assert len(bound) == (2 if "device" in by and case != "appended" else 4)
+
+
+def test_out_over_a_cache_is_checked_at_every_call(recorder, on_a_device, launched):
+    """The key of a call does not hold addresses."""
+    given, out = over_cache(), torch.zeros(2, 1, 8, 64).bfloat16()
+    with diyfa.use_backend("cuda"):
+        for _ in range(3):
+            diyfa.flash_attn_with_kvcache(**given, out=out)
+        launched.clear()
+        recorder.launches.clear()
+        with pytest.raises(ValueError, match="out must not share memory with v_cache"):
+            diyfa.flash_attn_with_kvcache(**given, out=given["v_cache"].flatten()[: out.numel()].view(out.shape))
+        diyfa.flash_attn_with_kvcache(**given, out=given["q"].clone())
+        diyfa.flash_attn_with_kvcache(**given, out=out)
+    assert len(recorder.launches) == 4 and not launched
 
 
 @pytest.mark.parametrize("by", ["tensor", "int"])

@@ -307,6 +307,10 @@ def test_overlap_is_checked_at_every_call() -> None:
         diyfa.triton_matmul(memory[0], memory[1], out=memory[2], backend="cpu")
     with pytest.raises(ValueError, match="out must not share memory with b"):
         diyfa.triton_matmul(memory[0], memory[1], out=memory[1], backend="cpu")
+    for a, b, begin, name in ((0, 1, 512, "a"), (0, 1, 1536, "b"), (1, 2, 512, "a"), (2, 1, 512, "b")):
+        within = memory.view(-1)[begin : begin + 1024].view(32, 32)  # begins or ends inside an input
+        with pytest.raises(ValueError, match=f"out must not share memory with {name}"):
+            diyfa.triton_matmul(memory[a], memory[b], out=within, backend="cpu")
     described = torch.empty(32, 32, dtype=torch.float16, device="meta")
     assert diyfa.triton_matmul(described, described, out=torch.empty_like(described), backend="cpu").is_meta
     columns = torch.zeros(32, 96, dtype=torch.float16)

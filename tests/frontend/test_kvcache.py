@@ -3,6 +3,7 @@ torch.compile, plans, the mode `batch_invariant`. What they compute is in tests/
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from diyfa import plan as planning
 from diyfa.flash_attn_interface import _flash_attn_varlen_forward
 from diyfa.problem import KVCacheProblem, KVCacheTensors, NewKeys
 from diyfa.reference import reference_kvcache
+from diyfa.validation import memory_span
 
 B, SQ, H, HK, D = 2, 3, 4, 2, 16
 
@@ -335,6 +337,16 @@ def test_nothing_is_read_from_a_device() -> None:
     assert diyfa.flash_attention_varlen(**given).shape == (7, H, D)
 
 
+def _with_addresses(tensors: Any, addresses: list[int]) -> Any:
+    """The named tuple with tensors of the same sizes and strides at these addresses, in the order of the fields."""
+    changes, remaining = {}, iter(addresses)
+    for name, x in tensors._asdict().items():
+        if isinstance(x, torch.Tensor):
+            memory = (ctypes.c_char * (memory_span(x) * x.element_size())).from_address(next(remaining))
+            changes[name] = torch.frombuffer(memory, dtype=x.dtype).as_strided(x.shape, x.stride())
+    return tensors._replace(**changes)
+
+
 def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any], refusals: list[str] | None = None) -> None:
     """The CPU backend, whose kernels say how they are called, and offer to be repeated: not while `refusals` has
     their operation."""
@@ -348,19 +360,15 @@ def _recording(monkeypatch: pytest.MonkeyPatch, seen: list[Any], refusals: list[
         def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, *results: Any) -> Any:
             appends = kernel.op == "kvcache_append"
 
-            def again(numbers: list[int], present: Any, given: Any = None, returns_lse: bool = True) -> Any:
+            def again(numbers: list[int], given: Any = None, returns_lse: bool = True) -> Any:
                 *addresses, length = numbers
-                assert addresses == [x.data_ptr() for x in present]
                 if refusals and kernel.op in refusals:
                     refusals.remove(kernel.op)
                     return None
                 seen.append((kernel.op, "repeated", length))
-                names = [name for name, x in tensors._asdict().items() if isinstance(x, torch.Tensor)]
-                same = tensors._replace(length=length, **dict(zip(names, present, strict=False)))
+                same = _with_addresses(tensors, addresses)._replace(length=length)
                 if appends:
-                    names = [name for name, x in results[0]._asdict().items() if isinstance(x, torch.Tensor)]
-                    new = results[0]._replace(**dict(zip(names, present[len(present) - len(names) :], strict=True)))
-                    kernel.launch(problem, same, new)
+                    kernel.launch(problem, same, _with_addresses(results[0], addresses[len(tensors.present()) :]))
                     return True
                 out, lse = torch.empty_like(results[0]) if given is None else given, torch.empty_like(results[1])
                 kernel.launch(problem, same, out, lse)

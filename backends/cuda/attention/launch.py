@@ -69,6 +69,7 @@ RUNTIME_SIZES = (
     "interleaved_heads",
     "group",  # a variant for 1 has no loop over heads; ptxas serialises its wgmma in the dK/dV kernel (C7515)
 )  # fmt: skip
+SINKS_GRADIENT = [x.name for x in GRADIENTS].index("sinks")
 WARPS_AT_ONCE = 8  # warps whose tiles fill the registers of a multiprocessor
 # Pointers whose alignment kernels are not specialised for: per-head numbers, and all optional tensors but a bias.
 UNALIGNED_POINTERS = ("per_head_ptr", *(f"{x.name}_ptr" for x in TENSORS if not isinstance(x.shape, Broadcast)))
@@ -487,28 +488,29 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
         gradients, delta = _with_delta(gradients, lse)
         with on_device(out):
             described = describe(problem, tensors, out, lse, dout, None, gradients)
-        inputs, outputs = [out, lse, dout, *tensors.present()], [*owners, *([] if delta is None else [delta])]
+        q, k, v, *optional = tensors.present()
+        inputs, outputs = [q, k, v, out, lse, *optional, dout], [*owners, *([] if delta is None else [delta])]
         replay = make_replay(described, inputs, outputs, choice)
         if replay is None:
             return None
-        first_strides, missing, count = [x.stride() for x in inputs], [None] * (3 - len(owners)), len(owners)
-        sinks_index = None if tensors.sinks is None else next(i for i, x in enumerate(inputs) if x is tensors.sinks)
+        first_strides, count = [x.stride() for x in inputs[:-1]], len(owners)
+        missing = [None] * (3 - count + len(GRADIENTS))
+        sinks_index = next((i for i, x in enumerate(inputs) if x is tensors.sinks), None)
 
-        def run_again(*given: torch.Tensor) -> list[torch.Tensor | None] | None:
-            """`given`: out, lse, dout, q, k, v and the optional tensors of another call, as `inputs` of the first."""
-            addresses = [x.data_ptr() for x in given]
-            out_at, lse_at, dout_at, q_at, k_at, v_at, *_ = addresses
-            if (out_at | lse_at | dout_at | q_at | k_at | v_at) & 15 or [x.stride() for x in given] != first_strides:
+        def run_again(addresses: list[int], saved: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
+            """`saved`: tensors of another call, as `inputs` of the first but dout. `addresses`: of these and dout."""
+            # q, k and v are aligned as in the first call: that is in the key.
+            if (addresses[3] | addresses[4] | addresses[-1]) & 15 or [x.stride() for x in saved] != first_strides:
                 return None
-            results = replay(addresses)  # the owners, and delta if there is one
+            results = replay(addresses)  # the owners, delta if there is one, and the pass's memory
             if results is None:
                 return None
-            dsinks = None
+            gradients = [*results[:count], *missing]
             if sinks_index is not None:
-                dsinks = torch.empty_like(given[sinks_index])
+                dsinks = gradients[3 + SINKS_GRADIENT] = torch.empty_like(saved[sinks_index])
                 with on_device(dsinks):
-                    _fill_dsinks(given[sinks_index], given[1], results[count], dsinks)
-            return [*results[:count], *missing, *(dsinks if x.name == "sinks" else None for x in GRADIENTS)]
+                    _fill_dsinks(saved[sinks_index], saved[4], results[count], dsinks)
+            return gradients
 
         return run_again
 

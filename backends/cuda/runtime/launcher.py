@@ -98,6 +98,56 @@ class Signature(NamedTuple):
     aligned_strides: bool
 
 
+def launch_signature(launch: Launch) -> Signature:
+    """Return the kinds and values of the arguments.
+
+    Pointers count as aligned only if all of them are, and so do strides: a kernel has few variants.
+    """
+    arguments = _arguments(launch.kernel)
+    all_values = arguments.pick(launch.arguments)
+    indices = arguments.indices(tuple(map(type, all_values)))
+    values = list(indices.present(all_values))
+    memory: list[Any] = []
+    addresses = steps = 0
+    for i, is_read_wide in indices.tensors:
+        x = values[i]
+        memory.append(x.dtype)
+        address = values[i] = x.data_ptr()
+        if is_read_wide:
+            addresses |= address
+    for i in indices.tiles:
+        memory.append(values[i].box)
+    for i in indices.floats:
+        x = values[i]
+        if not -_FLOAT32 <= x <= _FLOAT32:
+            values[i] = ctypes.c_float(x).value  # inf, as C converts it
+    for x in indices.aligned_strides(all_values):
+        if x != 1:
+            steps |= x
+    kinds, numbers = indices.kinds(tuple(memory)), indices.numbers(all_values)
+    if numbers and (1 in indices.strides(all_values) or max(numbers) >= _INT32 or min(numbers) < -_INT32):
+        kinds, values = _with_unusual_numbers(arguments.each, kinds, all_values, values)
+    return Signature(kinds, values, not addresses & 15, not steps & 15)
+
+
+def _with_unusual_numbers(
+    arguments: tuple[_Argument, ...], kinds: Kinds, originals: Sequence[Any], values: list[Any]
+) -> tuple[Kinds, list[Any]]:
+    """Return `kinds` and `values` with strides of 1, which are compiled in, and numbers of 64 bits."""
+    new_kinds: list[Any] = []
+    new_values: list[Any] = []
+    remaining = iter(values)
+    for argument, kind, x in zip(arguments, kinds, originals, strict=True):
+        value = None if kind is None else next(remaining)
+        if kind == "i32" and argument.is_stride and x == 1:
+            new_kinds.append(1)
+            continue
+        new_kinds.append("i64" if kind == "i32" and not -_INT32 <= x < _INT32 else kind)
+        if kind is not None:
+            new_values.append(value)
+    return tuple(new_kinds), new_values
+
+
 class _Argument(NamedTuple):
     """An argument of a kernel that is no constant."""
 
@@ -107,8 +157,35 @@ class _Argument(NamedTuple):
     is_aligned_stride: bool  # a stride that changes the kernel if it is a multiple of 16
 
 
-class _Pattern:
-    """Positions of tensors, numbers and None among a kernel's arguments, for one tuple of Python types."""
+class _Arguments:
+    """All arguments of a kernel that are no constants."""
+
+    def __init__(self, kernel: Any) -> None:
+        strides = {x.name for x in kernel.params if x.name.startswith("stride_") and not x.do_not_specialize}
+        self.each = tuple(
+            _Argument(
+                x.name,
+                not (x.do_not_specialize or x.do_not_specialize_on_alignment),
+                x.name in strides,
+                x.name in strides and not x.name.startswith(_DECLARED),
+            )
+            for x in kernel.params
+            if not x.is_constexpr
+        )
+        self.names = tuple([x.name for x in self.each])
+        self.pick = _picker(self.names)
+        self.indices_by_types: dict[tuple[type, ...], _ArgumentIndices] = {}
+
+    def indices(self, types: tuple[type, ...]) -> _ArgumentIndices:
+        """Return where each kind of argument stands in a launch with arguments of these types."""
+        found = self.indices_by_types.get(types)
+        if found is None:
+            found = self.indices_by_types[types] = _ArgumentIndices(self.each, types)
+        return found
+
+
+class _ArgumentIndices:
+    """The indices of tensors, tiles and numbers among a kernel's arguments, for one tuple of their Python types."""
 
     def __init__(self, arguments: tuple[_Argument, ...], types: tuple[type, ...]) -> None:
         present = [i for i, kind in enumerate(types) if kind is not NoneType]
@@ -143,26 +220,6 @@ def _picker(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
     return lambda values: tuple([values[i] for i in keys])
 
 
-class _Arguments:
-    """All arguments of a kernel that are no constants."""
-
-    def __init__(self, kernel: Any) -> None:
-        strides = {x.name for x in kernel.params if x.name.startswith("stride_") and not x.do_not_specialize}
-        self.each = tuple(
-            _Argument(
-                x.name,
-                not (x.do_not_specialize or x.do_not_specialize_on_alignment),
-                x.name in strides,
-                x.name in strides and not x.name.startswith(_DECLARED),
-            )
-            for x in kernel.params
-            if not x.is_constexpr
-        )
-        self.names = tuple([x.name for x in self.each])
-        self.pick = _picker(self.names)
-        self.patterns: dict[tuple[type, ...], _Pattern] = {}
-
-
 _arguments_by_kernel: dict[Any, _Arguments] = {}
 
 
@@ -187,59 +244,6 @@ def runtime_names(kernel: Any) -> tuple[str, ...]:
     if not hasattr(kernel, "params"):  # interpreted
         return tuple(name for name in kernel.arg_names if name not in ("c", "config"))
     return _arguments(kernel).names
-
-
-def launch_signature(launch: Launch) -> Signature:
-    """Return the kinds and values of the arguments.
-
-    Pointers count as aligned only if all of them are, and so do strides: a kernel has few variants.
-    """
-    arguments = _arguments(launch.kernel)
-    all_values = arguments.pick(launch.arguments)
-    types = tuple(map(type, all_values))
-    pattern = arguments.patterns.get(types)
-    if pattern is None:
-        pattern = arguments.patterns[types] = _Pattern(arguments.each, types)
-    values = list(pattern.present(all_values))
-    memory: list[Any] = []
-    addresses = steps = 0
-    for i, is_read_wide in pattern.tensors:
-        x = values[i]
-        memory.append(x.dtype)
-        address = values[i] = x.data_ptr()
-        if is_read_wide:
-            addresses |= address
-    for i in pattern.tiles:
-        memory.append(values[i].box)
-    for i in pattern.floats:
-        x = values[i]
-        if not -_FLOAT32 <= x <= _FLOAT32:
-            values[i] = ctypes.c_float(x).value  # inf, as C converts it
-    for x in pattern.aligned_strides(all_values):
-        if x != 1:
-            steps |= x
-    kinds, numbers = pattern.kinds(tuple(memory)), pattern.numbers(all_values)
-    if numbers and (1 in pattern.strides(all_values) or max(numbers) >= _INT32 or min(numbers) < -_INT32):
-        kinds, values = _with_unusual_numbers(arguments.each, kinds, all_values, values)
-    return Signature(kinds, values, not addresses & 15, not steps & 15)
-
-
-def _with_unusual_numbers(
-    arguments: tuple[_Argument, ...], kinds: Kinds, originals: Sequence[Any], values: list[Any]
-) -> tuple[Kinds, list[Any]]:
-    """Return `kinds` and `values` with strides of 1, which are compiled in, and numbers of 64 bits."""
-    new_kinds: list[Any] = []
-    new_values: list[Any] = []
-    remaining = iter(values)
-    for argument, kind, x in zip(arguments, kinds, originals, strict=True):
-        value = None if kind is None else next(remaining)
-        if kind == "i32" and argument.is_stride and x == 1:
-            new_kinds.append(1)
-            continue
-        new_kinds.append("i64" if kind == "i32" and not -_INT32 <= x < _INT32 else kind)
-        if kind is not None:
-            new_values.append(value)
-    return tuple(new_kinds), new_values
 
 
 def _type_name(kind: Any) -> str:
@@ -588,11 +592,11 @@ def loaded_binary(launch: Launch, signature: Signature, device: int, stored: Sto
 
 def launches_are_hooked() -> bool:
     """Return whether a profiler hooks Triton's launches."""
-    runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    if enter is not None and getattr(enter, "calls", True):
-        return True
-    return bool(leave is not None and getattr(leave, "calls", True))
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    try:
+        return bool(enter.calls or leave.calls)  # Triton's chains of hooks
+    except AttributeError:  # None, or a function that replaces a chain
+        return any(hook is not None and getattr(hook, "calls", True) for hook in (enter, leave))
 
 
 recorder: Callable[[Launch], None] | None = None  # gets launches instead of the driver: see recording.py

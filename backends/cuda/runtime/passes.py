@@ -58,7 +58,7 @@ def launch_each(launches: Sequence[Launch]) -> None:
         launch_kernel(launch)
 
 
-# (addresses and numbers, their tensors, the first result or None, whether all results are wanted) -> results
+# (addresses and numbers, the first result or None, whether all results are wanted) -> results
 Replay = Callable[..., list[Any] | None]
 
 
@@ -76,8 +76,8 @@ class RepeatedLaunch(NamedTuple):
     tensor_maps: list[tuple[int, int]]
 
 
-def make_repeated(launch: Launch, slots: Mapping[str, int]) -> RepeatedLaunch:
-    """Describe how `launch` is repeated on the current device. `slots`: argument name -> index of its value."""
+def make_repeated(launch: Launch, value_indices: Mapping[str, int]) -> RepeatedLaunch:
+    """Describe how `launch` is repeated on the current device. `value_indices`: argument name -> index of its value."""
     signature = launch_signature(launch)
     binary = loaded_binary(launch, signature, current_device())
     pointers: list[tuple[int, int]] = []
@@ -88,11 +88,11 @@ def make_repeated(launch: Launch, slots: Mapping[str, int]) -> RepeatedLaunch:
             continue
         x = launch.arguments[name]
         if type(x) is Tiles:
-            tensor_maps.append((index, slots[name]))
+            tensor_maps.append((index, value_indices[name]))
             index += 1 + 2 * len(x.shape)
             continue
-        if name in slots:
-            pointers.append((index, slots[name]))
+        if name in value_indices:
+            pointers.append((index, value_indices[name]))
         index += 1
     x, y, z = (*(launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)), 1, 1)[:3]
     return RepeatedLaunch(binary, (x, y, z), binary.encoded(signature.values), pointers, tensor_maps)
@@ -114,17 +114,17 @@ def make_relaunch(launches: Sequence[RepeatedLaunch], n_values: int) -> Relaunch
     for launch in launches:
         prepared = PreparedLaunch(launch.binary)
         prepared.set(launch.grid, launch.parameters)
-        for index, slot in launch.pointers:
-            prepared.pointers[index] = ctypes.addressof(memory) + 8 * slot
-        maps = [(index, slot, TensorMaps(launch.parameters[index])) for index, slot in launch.tensor_maps]
+        for index, value_index in launch.pointers:
+            prepared.pointers[index] = ctypes.addressof(memory) + 8 * value_index
+        maps = [(index, i, TensorMaps(launch.parameters[index])) for index, i in launch.tensor_maps]
         prepared_launches.append((prepared, prepared.pointers, maps, prepared.config, prepared.arguments))
     launch_function = driver().launch_function
 
     def relaunch(stream: int, values: list[int]) -> None:
         memory[:] = values  # type: ignore[assignment]
         for prepared, pointers, maps, config, arguments in prepared_launches:
-            for index, slot, tensor_maps in maps:
-                pointers[index] = tensor_maps[values[slot]]
+            for index, value_index, tensor_maps in maps:
+                pointers[index] = tensor_maps[values[value_index]]
             config.stream = stream
             result = launch_function(*arguments)
             if result:
@@ -133,11 +133,11 @@ def make_relaunch(launches: Sequence[RepeatedLaunch], n_values: int) -> Relaunch
     return relaunch
 
 
-class _Slots:
-    """The indices of a replay's values in one list.
+class _ValueIndices:
+    """The indices of launches' arguments in the list of a replay's values, which is one for all launches.
 
-    The list has the addresses of `inputs`, `numbers`, the addresses of `outputs`, of the tensors that `Pass.derived`
-    makes, and of views into `outputs`.
+    The list has the addresses of inputs, the numbers, then the addresses of outputs (with the pass's memory), of
+    derived tensors, and of views inside of outputs. `of_arguments` finds these views.
     """
 
     def __init__(
@@ -149,35 +149,39 @@ class _Slots:
     ) -> None:
         self._inputs = {id(x): i for i, x in enumerate(inputs)}
         self._numbers = {name: len(inputs) + i for i, name in enumerate(numbers)}
-        self.first_output = len(inputs) + len(numbers)
+        self._first_output = len(inputs) + len(numbers)
         self._outputs = [(x.untyped_storage().data_ptr(), x.data_ptr()) for x in outputs]
-        self._derived = {name: self.first_output + len(outputs) + i for i, name in enumerate(derived)}
-        self.views: list[tuple[int, int]] = []  # (index in `outputs`, bytes from its beginning)
+        self._derived = {name: self._first_output + len(outputs) + i for i, name in enumerate(derived)}
+        self._first_view = self._first_output + len(outputs) + len(derived)
+        self.views: list[tuple[int, int]] = []  # (index of the output's address, bytes behind it)
 
-    def argument_slots(self, launch: Launch) -> dict[str, int] | None:
-        """Return the indices by argument name, or None if a tensor's memory is unknown."""
-        slots = {name: i for name, i in self._numbers.items() if name in launch.arguments}
+    def __len__(self) -> int:
+        return self._first_view + len(self.views)
+
+    def of_arguments(self, launch: Launch) -> dict[str, int] | None:
+        """Return argument name -> index, for arguments that change, or None if a tensor's memory is unknown."""
+        indices = {name: i for name, i in self._numbers.items() if name in launch.arguments}
         for name, x in launch.arguments.items():
             base = x.base if type(x) is Tiles else x
             if isinstance(base, torch.Tensor):
-                slot = self._inputs.get(id(base), self._derived.get(name))
-                if slot is None:
-                    slot = self._output_slot(base)
-                if slot is None:
+                index = self._inputs.get(id(base), self._derived.get(name))
+                if index is None:
+                    index = self._of_output(base)
+                if index is None:
                     return None
-                slots[name] = slot
-        return slots
+                indices[name] = index
+        return indices
 
-    def _output_slot(self, x: torch.Tensor) -> int | None:
+    def _of_output(self, x: torch.Tensor) -> int | None:
         storage = x.untyped_storage().data_ptr()
-        for i, (owner, begin) in enumerate(self._outputs):
-            if storage == owner:
+        for i, (output_storage, begin) in enumerate(self._outputs, self._first_output):
+            if storage == output_storage:
                 view = i, x.data_ptr() - begin
                 if not view[1]:
-                    return self.first_output + i
+                    return i
                 if view not in self.views:
                     self.views.append(view)
-                return self.first_output + len(self._outputs) + len(self._derived) + self.views.index(view)
+                return self._first_view + self.views.index(view)
         return None
 
 
@@ -214,17 +218,17 @@ def make_replay(
     if not all(hasattr(launch.kernel, "params") for launch in launches):  # interpreted
         return None
     outputs = [*outputs, *operation.memory]
-    slots, repeated = _Slots(inputs, numbers, outputs, list(derived)), list[RepeatedLaunch]()
+    indices, repeated = _ValueIndices(inputs, numbers, outputs, list(derived)), list[RepeatedLaunch]()
     device = (*outputs, *inputs)[0]
     with on_device(device):  # kernels are tuned, compiled and loaded for the current device
         if operation.is_settled is not None and not operation.is_settled():
             return None
         for launch in launches:
-            launch_slots = slots.argument_slots(launch)
-            if launch_slots is None:
+            value_indices = indices.of_arguments(launch)
+            if value_indices is None:
                 return None
-            repeated.append(make_repeated(launch, launch_slots))
-    makers, views, first_output = list(derived.values()), slots.views, slots.first_output
+            repeated.append(make_repeated(launch, value_indices))
+    makers, views, n_values = list(derived.values()), indices.views, len(indices)
     layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in outputs]
     lse_offset = None  # offset in bytes of lse in the memory, if lse may be put there
     if lse_is_optional and len(outputs) == 3:
@@ -233,12 +237,10 @@ def make_replay(
         layouts[2] = (elements + outputs[1].numel(),), (1,), outputs[2].dtype
     allocate, index, current = make_allocator(device.device.type), device.get_device(), device_getter(device)
     chosen, get_stream = choice(), current_stream
-    n_values = first_output + len(outputs) + len(makers) + len(views)
     idle: list[Relaunch] = []  # each call takes one from the list, as several threads may launch at once
 
     def replay(
         addresses: Sequence[int],
-        present: Sequence[torch.Tensor] = (),
         first: torch.Tensor | None = None,
         returns_all: bool = True,
     ) -> list[Any] | None:
@@ -246,7 +248,7 @@ def make_replay(
             return None
         if current() != index:
             with torch.cuda.device(index):
-                return replay(addresses, present, first, returns_all)
+                return replay(addresses, first, returns_all)
         new: list[Any]
         if returns_all or lse_offset is None:
             new = [*starmap(allocate, layouts)] if first is None else [first, *starmap(allocate, layouts[1:])]
@@ -259,7 +261,7 @@ def make_replay(
             derived_tensors = [make(new[0]) for make in makers]  # referenced until all is launched
             values += map(torch.Tensor.data_ptr, derived_tensors)
         if views:
-            values += [values[first_output + i] + offset for i, offset in views]
+            values += [values[i] + offset for i, offset in views]
         try:
             relaunch = idle.pop()
         except IndexError:
