@@ -89,13 +89,6 @@ def _shape(x: torch.Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def _check_stride(**tensors: torch.Tensor) -> None:
-    """Check that the last dimension has stride 1."""
-    for name, x in tensors.items():
-        if x.stride(-1) != 1 and x.shape[-1] != 1 and x.numel():
-            raise ValueError(f"the last dimension of {name} must have stride 1, got strides {x.stride()}")
-
-
 def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, names: tuple[str, str, str]) -> None:
     """Check q (…, H, D), k (…, Hk, D), v (…, Hk, Dv): k and v have q's dtype or float8 and equal other sizes."""
     q_name, k_name, v_name = names
@@ -127,7 +120,7 @@ def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
         raise ValueError(
             f"the query heads must be a positive multiple of the key/value heads, got {heads} and {heads_kv}"
         )
-    _check_stride(**{q_name: q, k_name: k_cache, v_name: v_cache})
+    validation.check_last_stride(**{q_name: q, k_name: k_cache, v_name: v_cache})
 
 
 def _check_not_expanded(**tensors: torch.Tensor) -> None:
@@ -155,7 +148,7 @@ def _check_optional(q: torch.Tensor, sizes: Sizes, optional: dict[str, Any]) -> 
         if problem := row.shape.refuses(x, sizes):
             raise ValueError(f"{name} must {problem}")
         if row.has_rows:
-            _check_stride(**{name: x})
+            validation.check_last_stride(**{name: x})
 
 
 def _check_new_keys(call: _Call, optional: dict[str, Any], capacity: int) -> int:

@@ -219,14 +219,10 @@ class AttentionProblem(_AttentionShape, _Problem):
         return self.window_left >= 0 or self.window_right >= 0
 
     @property
+    @cached_per_kind
     def features(self) -> frozenset[str]:
         """Names of the optional features that this call uses. A backend refuses those that it does not list."""
-        return _features(self)
-
-
-@cached_per_kind
-def _features(problem: AttentionProblem) -> frozenset[str]:
-    return frozenset([feature.refusal_name for feature in REFUSABLE if feature.is_in(problem)])
+        return frozenset([feature.refusal_name for feature in REFUSABLE if feature.is_in(self)])
 
 
 @dataclass(frozen=True)
@@ -318,6 +314,11 @@ for _problem_class in (AttentionProblem, KVCacheProblem, MatmulProblem):
     _set_fields(_problem_class)
 
 
+def _present(tensors: Any) -> list[torch.Tensor]:
+    """Return the tensors of a call that are given, in the order of the fields."""
+    return [x for x in tensors if isinstance(x, torch.Tensor)]
+
+
 class AttentionTensors(NamedTuple):
     """The tensors and scalars of one call; q, k, v have the dimension order of `problem.layout`.
 
@@ -348,9 +349,7 @@ class AttentionTensors(NamedTuple):
     score_tensor3: torch.Tensor | None = None
     dropout_p: float = 0.0
 
-    def present(self) -> list[torch.Tensor]:
-        """Return q, k, v and the optional tensors that are given, in the order of the fields."""
-        return [x for x in self if isinstance(x, torch.Tensor)]
+    present = _present
 
 
 class MatmulTensors(NamedTuple):
@@ -363,9 +362,7 @@ class MatmulTensors(NamedTuple):
     a_descale: torch.Tensor | None = None
     b_descale: torch.Tensor | None = None
 
-    def present(self) -> list[torch.Tensor]:
-        """Return a, b and the optional tensors that are given, in the order of the fields."""
-        return [x for x in self if x is not None]
+    present = _present
 
 
 class KVCacheTensors(NamedTuple):
@@ -397,9 +394,7 @@ class KVCacheTensors(NamedTuple):
     k_descale: torch.Tensor | None = None  # (B, Hk) fp32, any strides: factor of the keys of a float8 cache
     v_descale: torch.Tensor | None = None
 
-    def present(self) -> list[torch.Tensor]:
-        """Return q, both caches and the optional tensors that are given, in the order of the fields."""
-        return [x for x in self if isinstance(x, torch.Tensor)]
+    present = _present
 
 
 class NewKeys(NamedTuple):
@@ -420,9 +415,7 @@ class NewKeys(NamedTuple):
     interleaved: bool = True  # features (0, 1), (2, 3), … make pairs; else feature i and i + half
     rotated_q: torch.Tensor | None = None  # shaped like q; None without cos
 
-    def present(self) -> list[torch.Tensor]:
-        """Return the tensors that are given, in the order of the fields."""
-        return [x for x in self if isinstance(x, torch.Tensor)]
+    present = _present
 
 
 @cached_per_problem
@@ -683,7 +676,7 @@ class Kernel:
 
 
 class ToolMissing(RuntimeError):
-    """A program or package that a command needs is not installed; the message says how to get it."""
+    """A program or package that a command needs is not installed. The message says how to get it."""
 
 
 @dataclass(frozen=True)
