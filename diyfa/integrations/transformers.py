@@ -332,16 +332,9 @@ def _eight_bits(query: torch.Tensor, key: torch.Tensor) -> str:
 
 
 def attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **extras: Any,
-) -> tuple[torch.Tensor, None]:
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extras: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Return the attention (B, S, H, D) of (B, H, S, D) tensors, with the arguments of Transformers.
 
     The call goes the first of these ways that fits: packed sequences, also of a padded batch; one new token over a

@@ -107,16 +107,9 @@ def _rows(
 
 
 def apply_rotary(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    seqlen_offsets: Offsets = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    interleaved: bool = False,
-    inplace: bool = False,
-    conjugate: bool = False,
-) -> Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: Offsets = 0, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, interleaved: bool = False, inplace: bool = False, conjugate: bool = False,
+) -> Tensor:  # fmt: skip
     """`apply_rotary_emb` with `flash_attn.ops.triton.rotary`'s order of arguments. `conjugate` negates the angles."""
     check_tensors(x=x)
     rank = 4 if cu_seqlens is None else 3
@@ -134,15 +127,9 @@ def apply_rotary(
 
 
 def apply_rotary_emb(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-    inplace: bool = False,
-    seqlen_offsets: Offsets = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False, seqlen_offsets: Offsets = 0,
+    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+) -> Tensor:  # fmt: skip
     """Rotate the first rotary_dim features of every token by its position.
 
     Args:
@@ -175,15 +162,9 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
 
 def apply_rotary_emb_qkv_(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cos_k: Tensor | None = None,
-    sin_k: Tensor | None = None,
-    interleaved: bool = False,
-    seqlen_offsets: Offsets = 0,
-    num_heads_q: int | None = None,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, cos_k: Tensor | None = None, sin_k: Tensor | None = None,
+    interleaved: bool = False, seqlen_offsets: Offsets = 0, num_heads_q: int | None = None,
+) -> Tensor:  # fmt: skip
     """Rotate q and k of a packed projection in place and return it.
 
     Args:
