@@ -160,16 +160,9 @@ def drop_threshold(dropout_p: float) -> int:
 
 
 def dropout_mask(
-    batch: int,
-    heads: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    dropout_p: float,
-    seed: int,
-    offset: int = 0,
-    device: torch.device | str = "cpu",
-    origins: torch.Tensor | None = None,
-) -> torch.Tensor:
+    batch: int, heads: int, seqlen_q: int, seqlen_k: int, dropout_p: float, seed: int, offset: int = 0,
+    device: torch.device | str = "cpu", origins: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the mask of one call, (B, H, Sq, Sk) bool: True for weights that are kept (and scaled by 1/(1 - p)).
 
     Args:

@@ -71,16 +71,9 @@ class BackendSelector:
         return self._backend.name
 
     def _attention(
-        self,
-        batch: int,
-        heads: int,
-        seq_len: int,
-        head_dim: int,
-        causal: bool,
-        dtype: torch.dtype,
-        heads_kv: int | None,
-        needs_grad: bool,
-    ) -> tuple[Kernel, AttentionProblem]:
+        self, batch: int, heads: int, seq_len: int, head_dim: int, causal: bool, dtype: torch.dtype,
+        heads_kv: int | None, needs_grad: bool,
+    ) -> tuple[Kernel, AttentionProblem]:  # fmt: skip
         heads_kv = heads if heads_kv is None else heads_kv
         check_named_sizes(batch=batch, heads=heads, heads_kv=heads_kv, seq_len=seq_len, head_dim=head_dim)
         check_booleans(causal=causal, needs_grad=needs_grad)
@@ -118,16 +111,9 @@ class BackendSelector:
         return registry.choose("matmul", problem, self._backend), problem
 
     def select_attention(
-        self,
-        batch: int,
-        heads: int,
-        seq_len: int,
-        head_dim: int,
-        causal: bool = False,
-        dtype: torch.dtype = torch.float16,
-        heads_kv: int | None = None,
-        needs_grad: bool = False,
-    ) -> Callable[..., Any]:
+        self, batch: int, heads: int, seq_len: int, head_dim: int, causal: bool = False,
+        dtype: torch.dtype = torch.float16, heads_kv: int | None = None, needs_grad: bool = False,
+    ) -> Callable[..., Any]:  # fmt: skip
         """Return `flash_attention` bound to the kernel for these sizes. Call it with (B, H, S, D) q, k, v.
 
         The choice depends on the mask, so `causal` becomes the function's default. Raises ValueError for impossible

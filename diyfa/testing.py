@@ -598,16 +598,9 @@ def _reference_device(device: torch.device | str) -> torch.device:
 
 
 def validate_matmul(
-    triton_fn: Callable[..., torch.Tensor],
-    m: int,
-    n: int,
-    k: int,
-    rtol: float = 1e-3,
-    atol: float = 1e-3,
-    dtype: torch.dtype = torch.float16,
-    device: torch.device | str | None = None,
-    verbose: bool = False,
-) -> tuple[bool, float]:
+    triton_fn: Callable[..., torch.Tensor], m: int, n: int, k: int, rtol: float = 1e-3, atol: float = 1e-3,
+    dtype: torch.dtype = torch.float16, device: torch.device | str | None = None, verbose: bool = False,
+) -> tuple[bool, float]:  # fmt: skip
     """Compare `triton_fn(a, b)` on random (m, k) and (k, n) matrices with PyTorch's product in float64.
 
     Tolerances are at least one rounding unit of the result's dtype. The default `device` is this machine's accelerator,
@@ -633,18 +626,10 @@ def validate_matmul(
 
 
 def validate_attention(
-    flash_fn: Callable[..., torch.Tensor],
-    batch: int,
-    heads: int,
-    seq_len: int,
-    head_dim: int,
-    causal: bool = False,
-    rtol: float = 1e-3,
-    atol: float = 1e-3,
-    dtype: torch.dtype = torch.float16,
-    device: torch.device | str | None = None,
-    verbose: bool = False,
-) -> tuple[bool, float]:
+    flash_fn: Callable[..., torch.Tensor], batch: int, heads: int, seq_len: int, head_dim: int, causal: bool = False,
+    rtol: float = 1e-3, atol: float = 1e-3, dtype: torch.dtype = torch.float16,
+    device: torch.device | str | None = None, verbose: bool = False,
+) -> tuple[bool, float]:  # fmt: skip
     """Compare `flash_fn(q, k, v, causal=causal)` on random (B, H, S, D) tensors with PyTorch's attention in float64.
 
     Tolerances are at least one rounding unit of the result's dtype. The default `device` is this machine's accelerator,

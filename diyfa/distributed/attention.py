@@ -104,29 +104,13 @@ def _chosen(
 
 @without_unknown
 def context_parallel_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: Group = None,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    method: str = "auto",
-    load_balance: str = "zigzag",
-    layout: str = "bhsd",
-    cu_seqlens: torch.Tensor | None = None,
-    window: tuple[int, int] = UNBOUNDED,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    variant: str = "auto",
-    backend: str | None = None,
-    **unknown: NoReturn,
-) -> Result:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group = None,
+    *, causal: bool = False, sm_scale: float | None = None, method: str = "auto", load_balance: str = "zigzag",
+    layout: str = "bhsd", cu_seqlens: torch.Tensor | None = None, window: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0, rng_state: torch.Tensor | None = None, deterministic: bool = False,
+    return_lse: bool = False, variant: str = "auto", backend: str | None = None, **unknown: NoReturn,
+) -> Result:  # fmt: skip
     """`flash_attention` over a sequence that the ranks of `group` share: each has its rows (`shard_sequence`).
 
     All ranks must call it with arguments that differ in the values of tensors alone; the first call of each kind

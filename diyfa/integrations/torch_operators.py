@@ -97,8 +97,8 @@ def _flash_attention_forward_no_dropout_inplace(
 def _flash_attention_backward(
     grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
     logsumexp: torch.Tensor, cum_seq_q: torch.Tensor | None, cum_seq_k: torch.Tensor | None, max_q: int, max_k: int,
-    dropout_p: float, is_causal: bool, rng_state: torch.Tensor, unused: torch.Tensor, *, scale: float | None = None,
-    window_size_left: int | None = None, window_size_right: int | None = None,
+    dropout_p: float, is_causal: bool, rng_state: torch.Tensor, unused: torch.Tensor,
+    *, scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return dq, dk and dv of `_flash_attention_forward`."""
     record(SEAM, "_flash_attention_backward: diyfa")
@@ -138,8 +138,8 @@ def _scaled_dot_product_flash_attention(
 def _scaled_dot_product_flash_attention_backward(
     grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
     logsumexp: torch.Tensor, cum_seq_q: torch.Tensor | None, cum_seq_k: torch.Tensor | None, max_q: int, max_k: int,
-    dropout_p: float, is_causal: bool, philox_seed: torch.Tensor, philox_offset: torch.Tensor, *,
-    scale: float | None = None,
+    dropout_p: float, is_causal: bool, philox_seed: torch.Tensor, philox_offset: torch.Tensor,
+    *, scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Return dq, dk and dv of `_scaled_dot_product_flash_attention`. philox_seed is its rng_state."""
     record(SEAM, "_scaled_dot_product_flash_attention_backward: diyfa")
@@ -193,7 +193,8 @@ def scaled_dot_product_attention(original: Callable[..., torch.Tensor]) -> Calla
 
     def attention(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+        dropout_p: float = 0.0, is_causal: bool = False,
+        *, scale: float | None = None, enable_gqa: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         reason = _why_left_to_pytorch(query, key, value, enable_gqa)
         if reason:
