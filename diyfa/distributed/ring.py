@@ -101,18 +101,12 @@ def _rows(x: torch.Tensor, rows: Range, dim: int) -> torch.Tensor:
 
 def call_options(ring: Ring, call: Call, q: torch.Tensor, sinks: torch.Tensor | None) -> AttentionOptions:
     """Return the options of one call. Its results are float32 at least, because they are summed."""
-    left, right = call.window
-    out_dtype = "float32" if q.dtype in (torch.float16, torch.bfloat16) else ""
-    state = ring.options.rng_state
-    if state is not None:
-        state = with_origins(state, _origins(ring, call, q))
+    (left, right), state = call.window, ring.options.rng_state
     return ring.options._replace(
-        window_left=left,
-        window_right=right,
-        sinks=sinks if call.has_diagonal else None,
-        out_dtype=out_dtype,
-        rng_state=state,
-    )
+        window_left=left, window_right=right, sinks=sinks if call.has_diagonal else None,
+        out_dtype="float32" if q.dtype in (torch.float16, torch.bfloat16) else "",
+        rng_state=None if state is None else with_origins(state, _origins(ring, call, q)),
+    )  # fmt: skip
 
 
 def _origins(ring: Ring, call: Call, q: torch.Tensor) -> list[tuple[int, int, int, int]]:
@@ -198,8 +192,8 @@ def ring_forward(
         try:
             forward_step(ring, step, q, current_kv, sinks, merged)
         finally:  # if the kernels refuse the call, which they do on every rank, no message stays for the next call
-            arrived = transfer.wait() if transfer else [current_kv]
-        (current_kv,) = arrived
+            if transfer:
+                (current_kv,) = transfer.wait()
     out, lse = merged.result()
     return out, lse if common is None else _with_common_key(ring, lse, q, common), lse
 
