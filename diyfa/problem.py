@@ -314,11 +314,6 @@ for _problem_class in (AttentionProblem, KVCacheProblem, MatmulProblem):
     _set_fields(_problem_class)
 
 
-def _present(tensors: Any) -> list[torch.Tensor]:
-    """Return the tensors of a call that are given, in the order of the fields."""
-    return [x for x in tensors if isinstance(x, torch.Tensor)]
-
-
 class AttentionTensors(NamedTuple):
     """The tensors and scalars of one call; q, k, v have the dimension order of `problem.layout`.
 
@@ -349,7 +344,9 @@ class AttentionTensors(NamedTuple):
     score_tensor3: torch.Tensor | None = None
     dropout_p: float = 0.0
 
-    present = _present
+    def present(self) -> list[torch.Tensor]:
+        """Return q, k, v and the optional tensors that are given, in the order of the fields."""
+        return [x for x in self if isinstance(x, torch.Tensor)]
 
 
 class MatmulTensors(NamedTuple):
@@ -362,7 +359,9 @@ class MatmulTensors(NamedTuple):
     a_descale: torch.Tensor | None = None
     b_descale: torch.Tensor | None = None
 
-    present = _present
+    def present(self) -> list[torch.Tensor]:
+        """Return a, b and the optional tensors that are given, in the order of the fields."""
+        return [x for x in self if x is not None]
 
 
 class KVCacheTensors(NamedTuple):
@@ -394,7 +393,9 @@ class KVCacheTensors(NamedTuple):
     k_descale: torch.Tensor | None = None  # (B, Hk) fp32, any strides: factor of the keys of a float8 cache
     v_descale: torch.Tensor | None = None
 
-    present = _present
+    def present(self) -> list[torch.Tensor]:
+        """Return q, both caches and the optional tensors that are given, in the order of the fields."""
+        return [x for x in self if isinstance(x, torch.Tensor)]
 
 
 class NewKeys(NamedTuple):
@@ -415,7 +416,9 @@ class NewKeys(NamedTuple):
     interleaved: bool = True  # features (0, 1), (2, 3), … make pairs; else feature i and i + half
     rotated_q: torch.Tensor | None = None  # shaped like q; None without cos
 
-    present = _present
+    def present(self) -> list[torch.Tensor]:
+        """Return the tensors that are given, in the order of the fields."""
+        return [x for x in self if isinstance(x, torch.Tensor)]
 
 
 @cached_per_problem
@@ -431,13 +434,9 @@ def as_backward(problem: AttentionProblem) -> AttentionProblem:
 def as_kvcache_problem(problem: AttentionProblem) -> KVCacheProblem:
     """Return a forward pass as a call with a cache of all its keys. Only features of both problems carry over."""
     return problem.described_as(
-        KVCacheProblem,
-        cache_dtype=problem.dtype,
-        layout=VARLEN if problem.varlen else "bshd",
-        capacity=problem.seqlen_k,
-        packed_keys=problem.varlen,
-        lengths=problem.varlen,
-    )
+        KVCacheProblem, cache_dtype=problem.dtype, layout=VARLEN if problem.varlen else "bshd",
+        capacity=problem.seqlen_k, packed_keys=problem.varlen, lengths=problem.varlen,
+    )  # fmt: skip
 
 
 def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KVCacheProblem, KVCacheTensors]:
@@ -477,13 +476,10 @@ def example_kvcache(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tens
     q = empty(*rows, problem.heads_q, problem.head_dim, dtype=problem.dtype)
     k = empty(*cache, heads_kv, problem.head_dim, dtype=problem.cache_dtype)
     v = empty(*cache, heads_kv, problem.head_dim_v, dtype=problem.cache_dtype)
+    v = k[..., : problem.head_dim_v] if problem.latent else v
     descale = empty(batch, heads_kv, dtype="float32") if problem.descales else None
     tensors = KVCacheTensors(
-        q,
-        k,
-        k[..., : problem.head_dim_v] if problem.latent else v,
-        problem.head_dim**-0.5,
-        length=capacity,
+        q, k, v, problem.head_dim**-0.5, length=capacity,
         seqlens=empty(batch) if problem.lengths and not problem.packed_keys else None,
         cu_seqlens_q=empty(batch + 1) if problem.varlen else None,
         cu_seqlens_k=empty(batch + 1) if problem.packed_keys else None,
@@ -492,9 +488,8 @@ def example_kvcache(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tens
         leftpad=empty(batch) if problem.leftpad else None,
         alibi_slopes=empty(problem.heads_q, dtype="float32") if problem.alibi else None,
         sinks=empty(problem.heads_q, dtype="float32") if problem.sinks else None,
-        k_descale=descale,
-        v_descale=descale,
-    )
+        k_descale=descale, v_descale=descale,
+    )  # fmt: skip
     return tensors, empty_output(q, problem.head_dim_v), empty(*problem.lse_shape, dtype="float32")
 
 
@@ -676,7 +671,7 @@ class Kernel:
 
 
 class ToolMissing(RuntimeError):
-    """A program or package that a command needs is not installed. The message says how to get it."""
+    """A program or package that a command needs is not installed; the message says how to get it."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from diyfa.attention import attend, flash_attention_varlen
 from diyfa.eight_bits import FLOAT8_DTYPES, dequantised
 from diyfa.flash_attn_interface import WORDS
 from diyfa.integrations.flash_attn_npu.metadata import check_metadata
+from diyfa.integrations.seams import refuse
 from diyfa.options import NO_LENGTHS, UNBOUNDED
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -32,11 +33,9 @@ _ABSENT = {
 }
 
 
-def _refuse(attention_chunk: int = 0, **arguments: Any) -> None:
+def _refuse(attention_chunk: int, **arguments: Any) -> None:
     """Raise ValueError for an argument of FlashAttention-3 that diyfa lacks."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{name} is not supported by diyfa: {_ABSENT[name]}")
+    refuse(_ABSENT, **arguments)
     if attention_chunk:
         raise ValueError(f"attention_chunk must be 0, got {attention_chunk}: diyfa has windows, but no chunks")
 

@@ -12,6 +12,7 @@ import torch
 
 from diyfa.attention import flash_attention_v2, flash_attention_varlen
 from diyfa.integrations.flash_attn_npu.metadata import check_metadata, no_metadata
+from diyfa.integrations.seams import refuse
 from diyfa.options import UNBOUNDED
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
@@ -31,13 +32,6 @@ _ABSENT = {
 }
 
 
-def _refuse(**arguments: Any) -> None:
-    """Raise ValueError for an argument that diyfa lacks."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{name} is not supported by diyfa: {_ABSENT[name]}")
-
-
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, gather_kv_indices: Tensor | None = None,
     softmax_scale: float | None = None, causal: bool = False, window_size: Window = UNBOUNDED,
@@ -53,11 +47,7 @@ def flash_attn_func(
     Raises:
         ValueError: an argument that diyfa lacks, or what `diyfa.flash_attention_v2` raises.
     """
-    _refuse(
-        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
-        aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
-        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
-    )  # fmt: skip
+    refuse(_ABSENT, **{name: x for name, x in locals().items() if name in _ABSENT})
     return flash_attention_v2(
         q, k, v, causal, softmax_scale, window=window_size, softcap=softcap, sinks=learnable_sink,
         deterministic=deterministic, return_lse=return_lse,
@@ -82,11 +72,7 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: an argument that diyfa lacks, no cu_seqlens_q, or what `diyfa.flash_attention_varlen` raises.
     """
-    _refuse(
-        qv=qv, min_seqlen_k=min_seqlen_k, seqused_q=seqused_q, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
-        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
-        aux_tensors=aux_tensors, aux_scalars=aux_scalars, seqlen_k_per_split=seqlen_k_per_split,
-    )  # fmt: skip
+    refuse(_ABSENT, **{name: x for name, x in locals().items() if name in _ABSENT})
     check_metadata(scheduler_metadata)
     if cu_seqlens_q is None:
         raise ValueError("cu_seqlens_q is needed: q must be packed (T, H, D), for (B, S, H, D) use flash_attn_func")
