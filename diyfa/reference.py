@@ -73,6 +73,22 @@ def visible_keys_of_lengths(
     return visible, valid_q, distance
 
 
+def within_sequences(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Return q, k, v (B, H, S, D) with zeros beyond the sequences' ends, and `visible_keys` with the block mask."""
+    sizes, seq_lens = (q.shape[2], k.shape[2]), lengths.seq_lens
+    window = options.window_left, options.window_right
+    visible, valid_q, distance = visible_keys(q.shape[0], *sizes, window, seq_lens, q.device)
+    if options.mask_blocks is not None and options.mask_bits is not None:
+        rows, columns = (slice(0, size) for size in sizes)
+        visible = visible & visible_pairs(options.mask_blocks, options.mask_bits, sizes, rows, columns)
+    if seq_lens is not None:
+        valid_k = torch.arange(sizes[1], device=q.device)[:, None] < seq_lens.to(q.device)[:, None, None, None]
+        q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
+    return (q, k, v), (visible, valid_q, distance)
+
+
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a @ b, summed in float32 or wider and rounded once. PyTorch may sum float16 products in float16."""
     wide = torch.promote_types(a.dtype, torch.float32)
@@ -125,26 +141,19 @@ def _attend(
     keep: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv). `keep`: dropout's mask."""
-    dtype = q.dtype
+    dtype, sinks = q.dtype, options.sinks
     stat_dtype = torch.promote_types(dtype, torch.float32)  # dtype of the softmax statistics
-    batch, heads, seqlen_q, _ = q.shape
-    seqlen_k = k.shape[2]
-    window, seq_lens, sinks = (options.window_left, options.window_right), lengths.seq_lens, options.sinks
     if options.v_mean is not None:
         v = v + options.v_mean.to(dtype)[:, :, None]
-    visible, valid_q, distance = visible_keys(batch, seqlen_q, seqlen_k, window, seq_lens, q.device)
-    if options.mask_blocks is not None and options.mask_bits is not None:
-        rows, columns = slice(0, seqlen_q), slice(0, seqlen_k)
-        visible = visible & visible_pairs(options.mask_blocks, options.mask_bits, (seqlen_q, seqlen_k), rows, columns)
-    if seq_lens is not None:
-        valid_k = torch.arange(seqlen_k, device=q.device)[:, None] < seq_lens.to(q.device)[:, None, None, None]
-        q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
-    k, v = (x.repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
+    (q, k, v), (visible, valid_q, distance) = within_sequences(q, k, v, lengths, options)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = masked_scores(q, k, visible, distance, options)
 
     # torch.softmax would give NaN for rows without a key, which must give 0, and the sink joins the denominator only.
     sink = None if sinks is None else sinks.to(stat_dtype)[:, None, None]
-    row_max = scores.detach().amax(-1, keepdim=True) if seqlen_k else scores.new_full((*scores.shape[:-1], 1), -_INF)
+    row_max = scores.new_full((*scores.shape[:-1], 1), -_INF)
+    if k.shape[2]:
+        row_max = scores.detach().amax(-1, keepdim=True)
     if sink is not None:
         row_max = torch.maximum(row_max, sink.detach())
     row_max = row_max.masked_fill(row_max == -_INF, 0.0)

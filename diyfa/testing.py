@@ -435,7 +435,7 @@ class Error(NamedTuple):
     rms: float
 
 
-NO_ERROR = Error(0.0, 0.0)
+NO_ERROR, INFINITE_ERROR = Error(0.0, 0.0), Error(float("inf"), float("inf"))
 
 
 def measure_error(actual: torch.Tensor, expected: torch.Tensor) -> Error:
@@ -443,25 +443,24 @@ def measure_error(actual: torch.Tensor, expected: torch.Tensor) -> Error:
     if actual.shape != expected.shape:
         raise ValueError(f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}")
     if expected.numel() == 0:
-        return Error(0.0, 0.0)
+        return NO_ERROR
     actual, expected = actual.double(), expected.double()
     same_infinity = actual.isinf() & (actual == expected)
     difference = torch.where(same_infinity, 0.0, (actual - expected).abs())
     if not bool(difference.isfinite().all()):
-        return Error(float("inf"), float("inf"))
+        return INFINITE_ERROR
     return Error(float(difference.max()), float(difference.square().mean().sqrt()))
 
 
-def _rms(x: torch.Tensor) -> float:
-    x = x.detach().double()
-    finite = x[x.isfinite()]
-    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+def _size(x: torch.Tensor) -> Error:
+    """Return the largest and the root-mean-square magnitude of the finite elements."""
+    x = x.detach().double()[x.isfinite()].abs()
+    return Error(float(x.max()), float(x.square().mean().sqrt())) if x.numel() else NO_ERROR
 
 
 def rounding_unit(expected: torch.Tensor, dtype: torch.dtype) -> Error:
     """Return the largest error of rounding each element to `dtype`: half a unit in its last place."""
-    half_ulp = 0.5 * torch.finfo(dtype).eps * expected[expected.isfinite()].abs()
-    return Error(float(half_ulp.max()) if half_ulp.numel() else 0.0, _rms(half_ulp))
+    return _size(0.5 * torch.finfo(dtype).eps * expected)
 
 
 def error_budget(yardstick: Error, unit: Error) -> Error:
@@ -474,9 +473,7 @@ def _lse_unit(case: AttentionCase, device: str) -> Error:
     """Return the unit of the log-sum-exp, `LSE_UNIT` times each row's largest score: scores are sums of products."""
     inputs = make_inputs(case, device)
     options = {name: _upcast(x) for name, x in _plain_options(case, inputs).items()}
-    scores = LSE_UNIT * largest_scores(*(_upcast(x) for x in inputs[:3]), **options).detach().abs()
-    scores = scores[scores.isfinite()]
-    return Error(float(scores.max()) if scores.numel() else 0.0, _rms(scores))
+    return _size(LSE_UNIT * largest_scores(*(_upcast(x) for x in inputs[:3]), **options))
 
 
 def yardsticks(case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_DRAWS) -> dict[str, Error]:
@@ -528,17 +525,16 @@ def check_budget(
     is the largest number of inputs on which the yardstick's error is measured.
     """
     expected, yardstick = expected_results(case, device), yardstick_results(case, device)
-    infinite = Error(float("inf"), float("inf"))
     checks = {}
     for name, got, truth, low in zip(Results._fields, actual, expected, yardstick, strict=True):
         if truth is None or low is None:
             if got is not None:
-                checks[name] = Check(infinite, NO_ERROR, "computed although the case has no such input")
+                checks[name] = Check(INFINITE_ERROR, NO_ERROR, "computed although the case has no such input")
         elif got is None:
-            checks[name] = Check(infinite, NO_ERROR, "missing")
+            checks[name] = Check(INFINITE_ERROR, NO_ERROR, "missing")
         elif got.dtype != low.dtype or got.shape != truth.shape:
             problem = f"{got.dtype} {tuple(got.shape)}, expected {low.dtype} {tuple(truth.shape)}"
-            checks[name] = Check(infinite, NO_ERROR, problem)
+            checks[name] = Check(INFINITE_ERROR, NO_ERROR, problem)
         else:
             error = measure_error(got, truth)
             unit = _lse_unit(case, device) if name == "lse" else rounding_unit(truth, low.dtype)
@@ -555,10 +551,9 @@ def assert_within_budget(
 ) -> None:
     """Assert that each result of `case` is within its error budget (`check_budget`). The error lists the others."""
     failures = []
-    for name, check in check_budget(actual, case, device, draws).items():
-        error, budget = check.error, check.budget
-        if check.problem:
-            failures.append(f"{name}: {check.problem}")
+    for name, (error, budget, problem) in check_budget(actual, case, device, draws).items():
+        if problem:
+            failures.append(f"{name}: {problem}")
         elif not (error.max_abs <= budget.max_abs and error.rms <= budget.rms):
             got = getattr(actual, name)
             failures.append(
@@ -570,6 +565,12 @@ def assert_within_budget(
 
 
 # ---- Public validation ------------------------------------------------------------------------------------------
+
+
+def _random(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return standard normal tensors, the same on every machine."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes]
 
 
 def _compare(
@@ -591,10 +592,10 @@ def _compare(
     return passed, max_diff
 
 
-def _reference_device(device: torch.device | str) -> torch.device:
-    """Return the device that computes float64: a CUDA device itself, else the CPU (NPUs have no float64 products)."""
+def _float64(device: torch.device | str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors in float64, on `device` if it is CUDA's, else on the CPU: NPUs have no float64 products."""
     device = torch.device(device)
-    return device if device.type == "cuda" else torch.device("cpu")
+    return [x.to(device if device.type == "cuda" else "cpu").double() for x in tensors]
 
 
 def validate_matmul(
@@ -604,8 +605,8 @@ def validate_matmul(
     """Compare `triton_fn(a, b)` on random (m, k) and (k, n) matrices with PyTorch's product in float64.
 
     Tolerances are at least one rounding unit of the result's dtype. The default `device` is this machine's accelerator,
-    else the CPU. On the CPU pass a function that asks for the CPU backend:
-    `lambda a, b: triton_matmul(a, b, backend="cpu")`.
+    else the CPU. On the CPU pass a function that asks for the CPU backend, as `lambda a, b: triton_matmul(a, b,
+    backend="cpu")` does, or call this inside `diyfa.use_backend("cpu")`.
 
     Returns:
         (whether it agrees, the largest absolute difference).
@@ -614,14 +615,11 @@ def validate_matmul(
         ValueError: the function's result has another shape than (m, n).
     """
     device = present_device() if device is None else device
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn((m, k), generator=generator, device="cpu").to(dtype)
-    b = torch.randn((k, n), generator=generator, device="cpu").to(dtype)
-    reference_device = _reference_device(device)
+    a, b = _random(dtype, (m, k), (k, n))
     actual = triton_fn(a.to(device), b.to(device))
     # float32 inputs are multiplied in float16 by default, so the expected product is that of the rounded inputs.
-    a, b = (x.to(actual.dtype) if x.dtype == torch.float32 else x for x in (a, b))
-    expected = a.to(reference_device).double() @ b.to(reference_device).double()
+    a, b = _float64(device, *(x.to(actual.dtype) if x.dtype == torch.float32 else x for x in (a, b)))
+    expected = a @ b
     return _compare(f"matmul {m}x{n}x{k} {dtype} on {device}", actual, expected, (rtol, atol), verbose)
 
 
@@ -632,28 +630,11 @@ def validate_attention(
 ) -> tuple[bool, float]:  # fmt: skip
     """Compare `flash_fn(q, k, v, causal=causal)` on random (B, H, S, D) tensors with PyTorch's attention in float64.
 
-    Tolerances are at least one rounding unit of the result's dtype. The default `device` is this machine's accelerator,
-    else the CPU. On the CPU pass a function that asks for the CPU backend, or call this inside
-    `diyfa.use_backend("cpu")`.
-
-    Returns:
-        (whether it agrees, the largest absolute difference).
-
-    Raises:
-        ValueError: the function's result has another shape than (batch, heads, seq_len, head_dim).
+    Tolerances, device, result and errors are as for `validate_matmul`.
     """
     device = present_device() if device is None else device
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn((batch, heads, seq_len, head_dim), generator=generator, device="cpu").to(dtype) for _ in range(3)
-    )
-    reference_device = _reference_device(device)
-    actual = flash_fn(q.to(device), k.to(device), v.to(device), causal=causal)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q.to(reference_device).double(),
-        k.to(reference_device).double(),
-        v.to(reference_device).double(),
-        is_causal=causal,
-    )
+    qkv = _random(dtype, *[(batch, heads, seq_len, head_dim)] * 3)
+    actual = flash_fn(*(x.to(device) for x in qkv), causal=causal)
+    expected = torch.nn.functional.scaled_dot_product_attention(*_float64(device, *qkv), is_causal=causal)
     name = f"attention ({batch}, {heads}, {seq_len}, {head_dim}) {'causal ' if causal else ''}{dtype} on {device}"
     return _compare(name, actual, expected, (rtol, atol), verbose)

@@ -242,7 +242,7 @@ def _summary_of(info: dict[str, Any]) -> list[tuple[str, str]]:
     kernels = "; ".join(f"{ATTENTION[op]} {', '.join(names[op])}" for op in ATTENTION if names[op])
     rows = [(info["name"], f"{_state(info)}; {kernels} ({info['arch']})")]
     refusing: dict[str, set[str]] = {}  # feature -> operations that no kernel runs with it
-    for each in info["eachs"]:
+    for each in info["refusals"]:
         refusing.setdefault(each["feature"], set()).add(each["op"])
     refused = [
         feature if ops >= passes else f"{feature} ({', '.join(ATTENTION[op] for op in ATTENTION if op in ops)})"
