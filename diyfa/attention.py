@@ -68,12 +68,7 @@ def packed_lengths(
 
 
 def checked_options(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: Lengths,
-    options: dict[str, Any],
-    words: Words = WORDS,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: dict[str, Any], words: Words = WORDS
 ) -> AttentionOptions:
     """Check every argument of one call and fill in the defaults.
 
@@ -237,13 +232,9 @@ def attend(
 
 
 def _attend_dtensors(
-    owners: dict[str, Any],
-    lengths: Lengths,
-    returns_lse: bool,
-    arguments: dict[str, Any],
-    words: Words,
-    weights: Callable[..., torch.Tensor] | None,
-) -> Any:
+    owners: dict[str, Any], lengths: Lengths, returns_lse: bool, arguments: dict[str, Any],
+    words: Words, weights: Callable[..., torch.Tensor] | None,
+) -> Any:  # fmt: skip
     """Run a call of DTensors: `attend` of each rank's shards."""
     from diyfa.distributed.dtensor import attend_with_shards
 
@@ -254,14 +245,9 @@ def _attend_dtensors(
 
 
 def _attend_quantized(
-    owners: dict[str, Any],
-    lengths: Lengths,
-    returns_lse: bool,
-    arguments: dict[str, Any],
-    given: dict[str, Any],
-    words: Words,
-    weights: Callable[..., torch.Tensor] | None,
-) -> Any:
+    owners: dict[str, Any], lengths: Lengths, returns_lse: bool, arguments: dict[str, Any], given: dict[str, Any],
+    words: Words, weights: Callable[..., torch.Tensor] | None,
+) -> Any:  # fmt: skip
     """Run a call of which some tensors are `Quantized`: `attend` of their values, descales and means.
 
     Gradients that go straight through have their own path. `given`: mask and score function as the caller gave them;
@@ -301,13 +287,9 @@ def _gradient_dtype(
 
 
 def _attend_straight_through(
-    quantized: list[Quantized | None],
-    owners: dict[str, Any],
-    lengths: Lengths,
-    arguments: dict[str, Any],
-    words: Words,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    quantized: list[Quantized | None], owners: dict[str, Any], lengths: Lengths, arguments: dict[str, Any],
+    words: Words, dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Run a call of quantised tensors with gradients of the inputs that they were made from -> (out, lse).
 
     `quantized` and `owners` as for `_gradient_dtype`, which returns `dtype`.
@@ -561,11 +543,12 @@ def explain(
     validation.check_tensors(**owners)
     gradient_dtype = _gradient_dtype(quantized, owners, {"layout": layout, "attn_bias": attn_bias, "sinks": sinks})
     x, y, z = owners.values()  # tensors: the values of q, k and v where these are `Quantized`
-    if block_table is not None or seqused_k is not None or out is not None:
-        if layout != VARLEN:
-            raise ValueError(f"block_table, seqused_k and out belong to the layout 'thd', got {layout!r}")
-        if seq_lens is not None or attn_bias is not None or mask is not None:
-            raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
+    is_over_cache = not (block_table is seqused_k is out is None)
+    if is_over_cache and layout != VARLEN:
+        raise ValueError(f"block_table, seqused_k and out belong to the layout 'thd', got {layout!r}")
+    if layout == VARLEN and not (seq_lens is attn_bias is mask is None):
+        raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
+    if is_over_cache:
         _refuse_over_cache(**eight_bits, out_dtype=out_dtype)
         validation.check_no_score_function(score_fn, score_tensors, score_grad_fn)
         return explain_packed(x, y, z, {
@@ -577,17 +560,14 @@ def explain(
             "sinks": sinks, "dropout_p": dropout_p, "backend": backend, "out": out, "scale_name": "sm_scale",
             "num_splits": 0,
         })  # fmt: skip
+    x, y, z = autocast(x, y, z)
     if layout == VARLEN:
         if cu_seqlens_q is None or cu_seqlens_k is None:
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k")
-        if seq_lens is not None or attn_bias is not None or mask is not None:
-            raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
-        x, y, z = autocast(x, y, z)
         lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     else:
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
-        x, y, z = autocast(x, y, z)
         if layout == "bhsd":
             x, y, z = _as_4d(x, y, z, seq_lens)
         lengths = Lengths(seq_lens=seq_lens)
@@ -612,9 +592,7 @@ def explain(
         x, y, z = (torch.empty_like(tensor, dtype=gradient_dtype) for tensor in (x, y, z))
         trained = _explain_checked(x, y, z, lengths, ops.options_in_16_bits(options), backend or "")
         explained = replace(explained, backward=trained.backward)
-    if mask is None or mask.blocks.is_meta:
-        return explained
-    return replace(explained, mask=mask.summary())
+    return explained if mask is None or mask.blocks.is_meta else replace(explained, mask=mask.summary())
 
 
 def _explain_checked(
