@@ -93,13 +93,9 @@ def philox4x32(counter: Words, key: tuple[Number, Number]) -> Words:
 
 
 def head_keys(
-    batch: int,
-    heads: int,
-    seed: Number,
-    offset: Number,
-    device: torch.device | str = "cpu",
+    batch: int, heads: int, seed: Number, offset: Number, device: torch.device | str = "cpu",
     origins: torch.Tensor | None = None,
-) -> Words:
+) -> Words:  # fmt: skip
     """Run steps 1 and 4 for every (sample, query head). Return (R0, R1, C0, C1), (B, H) int64 in [0, 2**32) each.
 
     `origins`: (B, 4) int64, (b0, h0, i0, j0) of each sample.

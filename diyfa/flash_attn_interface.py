@@ -227,12 +227,10 @@ def _forward(
 
 
 def _backward(
-    dout: torch.Tensor,
-    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    gradients: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
-    lengths: Lengths | None,
+    dout: torch.Tensor, saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    gradients: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], lengths: Lengths | None,
     **arguments: Any,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Fill `gradients`, buffers of q, k and v or None; return delta. `saved`: q, k, v, out and the log-sum-exp."""
     q, k, v, out, softmax_lse = saved
     validation.check_booleans(causal=arguments["causal"], deterministic=arguments["deterministic"])

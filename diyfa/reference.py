@@ -31,13 +31,9 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def visible_keys(
-    batch: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    window: tuple[int, int] = (-1, -1),
-    seq_lens: torch.Tensor | None = None,
+    batch: int, seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1), seq_lens: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the mask of the keys that each query sees.
 
     Sample b has sk = seq_lens[b] keys (default Sk) and sq = min(sk, Sq) queries. Its query i has position i + sk - sq
@@ -133,13 +129,9 @@ def score_positions(distance: torch.Tensor, heads: int) -> tuple[torch.Tensor, .
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: Lengths,
-    options: AttentionOptions,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions,
     keep: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return out and lse of q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv). `keep`: dropout's mask."""
     dtype, sinks = q.dtype, options.sinks
     stat_dtype = torch.promote_types(dtype, torch.float32)  # dtype of the softmax statistics
@@ -510,15 +502,9 @@ _ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def reference_matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_descale: torch.Tensor | None = None,
-    b_descale: torch.Tensor | None = None,
-    *,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+    a: torch.Tensor, b: torch.Tensor, a_descale: torch.Tensor | None = None, b_descale: torch.Tensor | None = None,
+    *, bias: torch.Tensor | None = None, activation: str | None = None, out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return activation((a @ b) * a_descale * b_descale + bias): the oracle of `triton_matmul`.
 
     It is computed in float32, or in float64 if a is.

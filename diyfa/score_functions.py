@@ -775,12 +775,9 @@ def _run_lines(
 
 
 def apply_score_function(
-    source: str,
-    scores: torch.Tensor,
-    positions: Sequence[torch.Tensor],
-    visible: torch.Tensor,
+    source: str, scores: torch.Tensor, positions: Sequence[torch.Tensor], visible: torch.Tensor,
     tensors: Sequence[torch.Tensor],
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return new scores (B, H, Sq, Sk), -inf where a query does not see a key. It runs the function for visible pairs.
 
     `positions`: integer tensors b, h, i and j that broadcast to the scores. The result is differentiable by autograd,
@@ -804,13 +801,9 @@ def apply_score_function(
 
 
 def score_function_gradients(
-    source: str,
-    scores: torch.Tensor,
-    ds: torch.Tensor,
-    positions: Sequence[torch.Tensor],
-    tensors: Sequence[torch.Tensor],
-    learned: tuple[bool, ...],
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    source: str, scores: torch.Tensor, ds: torch.Tensor, positions: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor], learned: tuple[bool, ...],
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:  # fmt: skip
     """Return the gradients of the scores and of the `learned` captured tensors from `ds`, that of the new scores.
 
     Derived as kernels do it, without autograd. Pairs whose ds is 0 may have any slope.

@@ -77,12 +77,9 @@ def _cheapest(
 
 
 def _chosen(
-    method: str,
-    groups: tuple[dist.ProcessGroup, ...],
-    qkv: tuple[torch.Tensor, ...],
-    sharding: Sharding,
+    method: str, groups: tuple[dist.ProcessGroup, ...], qkv: tuple[torch.Tensor, ...], sharding: Sharding,
     options: AttentionOptions,
-) -> str:
+) -> str:  # fmt: skip
     """Return the method that runs.
 
     Raises:
@@ -315,12 +312,9 @@ def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
 
 
 def _ring(
-    group: dist.ProcessGroup,
-    segments: tuple[Segments, ...],
-    offsets: Offsets,
-    options: AttentionOptions,
+    group: dist.ProcessGroup, segments: tuple[Segments, ...], offsets: Offsets, options: AttentionOptions,
     mask_origin: tuple[int, int],
-) -> Ring:
+) -> Ring:  # fmt: skip
     """Return the ring of one call. Raises ValueError for options that need method "ulysses"."""
     if options.alibi_slopes is not None:
         raise ValueError("alibi_slopes need method='ulysses': in a ring a key's distance is not known to the kernels")

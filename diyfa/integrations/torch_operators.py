@@ -115,15 +115,10 @@ def _flash_attention_backward(
 
 
 def _scaled_dot_product_flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
+    *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """Return output, lse (B, H, S), None, None, max_q, max_k, rng_state, unused and mask, of (B, H, S, D) tensors."""
     record(SEAM, "_scaled_dot_product_flash_attention: diyfa")
     _refuse(return_debug_mask)

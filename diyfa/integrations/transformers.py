@@ -78,15 +78,9 @@ def _attends_by_itself(config_class: type) -> bool:
 
 
 def make_attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    mask_function: Any = None,
-    attention_mask: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> torch.Tensor | None:
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None, **kwargs: Any,
+) -> torch.Tensor | None:  # fmt: skip
     """Return the mask of one kind of layer, as in the module's table. The arguments are Transformers'.
 
     1. A packed mask becomes the number of each row's sequence.
@@ -247,13 +241,9 @@ def _quantised_packed(rows: tuple[torch.Tensor, ...], sequences: int, dtype: str
 
 
 def _attend_packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: tuple[Any, ...],
-    options: dict[str, Any],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[Any, ...], options: dict[str, Any],
     eight_bits: str = "",
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return the attention of (B, S, H, D) tensors as one packed batch of B · S rows, with `_packed_lengths`."""
     cu_q, cu_k, max_q, max_k = lengths
     batch = q.shape[:2]
@@ -395,14 +385,9 @@ def attention(
 
 
 def paged_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    cache: Any = None,
-    **arguments: Any,
-) -> tuple[torch.Tensor, None]:
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    cache: Any = None, **arguments: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Return the attention (T, H, D) of all requests' tokens (1, H, T, D) over a paged cache: continuous batching."""
     _check(module, None, None, arguments)
     handle = active_handle(SEAM)

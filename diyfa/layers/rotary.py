@@ -58,12 +58,9 @@ def _check_tables(cos: Tensor, sin: Tensor, x: Tensor) -> None:
 
 
 def _rows(
-    tables: tuple[Tensor, ...],
-    x: Tensor,
-    seqlen_offsets: Offsets,
-    cu_seqlens: Tensor | None = None,
+    tables: tuple[Tensor, ...], x: Tensor, seqlen_offsets: Offsets, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Return each table's rows for all tokens: (S, 1, R/2), (B, S, 1, R/2), or packed (T, 1, R/2), float32 or wider.
 
     `tables` alternate cos, sin. A token without a row (beyond the table, or of no packed sequence) is not rotated.
@@ -231,13 +228,9 @@ class RotaryEmbedding(torch.nn.Module):
     scale: Tensor | None
 
     def __init__(
-        self,
-        dim: int,
-        base: float = 10000.0,
-        interleaved: bool = False,
-        scale_base: float | None = None,
+        self, dim: int, base: float = 10000.0, interleaved: bool = False, scale_base: float | None = None,
         device: torch.device | str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.dim = dim
         self.base = float(base)
@@ -287,13 +280,9 @@ class RotaryEmbedding(torch.nn.Module):
         self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
 
     def forward(
-        self,
-        qkv: Tensor,
-        kv: Tensor | None = None,
-        seqlen_offset: Offsets = 0,
-        max_seqlen: int | None = None,
+        self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: Offsets = 0, max_seqlen: int | None = None,
         num_heads_q: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Rotate q and k in place.
 
         Args:
