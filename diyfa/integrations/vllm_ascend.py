@@ -111,20 +111,6 @@ def attention_arguments(
     }  # fmt: skip
 
 
-def slots(metadata: Any, block_size: int) -> list[int]:
-    """Return the slots of this step's tokens in the cache, as `block_tables` gives them: block · block_size + offset.
-
-    vllm-ascend writes keys through `slot_mapping` and diyfa reads them through `block_tables`, so both must agree. This
-    reads tensors on the host, for tests and for finding errors."""
-    table = metadata.block_tables.tolist()
-    start, found = 0, []
-    for b, (end, length) in enumerate(zip(metadata.actual_seq_lengths_q, metadata.seq_lens_list, strict=False)):
-        for position in range(length - (end - start), length):
-            found.append(table[b][position // block_size] * block_size + position % block_size)
-        start = end
-    return found
-
-
 def _state(metadata: Any) -> str:
     state = getattr(metadata.attn_state, "name", metadata.attn_state)
     if state not in STATES:

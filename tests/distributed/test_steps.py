@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from diyfa.distributed.sharding import joined, rank_segments, ranges
+from diyfa.distributed.sharding import joined, ranges, rank_segments
 from diyfa.distributed.steps import Call, ring_steps
 
 
