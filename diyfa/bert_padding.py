@@ -10,13 +10,9 @@ import torch
 from diyfa.validation import check_tensors
 
 __all__ = [
-    "index_first_axis",
-    "index_first_axis_residual",
-    "index_put_first_axis",
-    "pad_input",
-    "unpad_input",
+    "index_first_axis", "index_first_axis_residual", "index_put_first_axis", "pad_input", "unpad_input",
     "unpad_input_for_concatenated_sequences",
-]
+]  # fmt: skip
 
 Unpadded = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
 

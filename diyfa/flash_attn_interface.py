@@ -31,14 +31,9 @@ from diyfa.options import NO_LENGTHS, UNBOUNDED, Lengths, pack
 from diyfa.problem import VARLEN
 
 __all__ = [
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-]
+    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
+]  # fmt: skip
 
 # out alone, or (out, softmax_lse, S_dmask)
 FlashAttnResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # importing these takes longer than the rest of this module
     from types import ModuleType
 
 
-class _Waiting:
+class _ImportHook:
     """A finder of `sys.meta_path` that calls `register` once somebody has imported the module `name`."""
 
     def __init__(self, name: str, register: Callable[[], None]) -> None:
@@ -51,7 +51,7 @@ def when_imported(name: str, register: Callable[[], None]) -> None:
     if name in sys.modules:
         register()
     else:
-        sys.meta_path.insert(0, _Waiting(name, register))
+        sys.meta_path.insert(0, _ImportHook(name, register))
 
 
 def _define_on_look_up() -> None:

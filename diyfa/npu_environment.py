@@ -174,10 +174,10 @@ def _set_env(machine: Machine) -> Judgement:
 
 
 def _compiler(machine: Machine) -> Judgement:
-    found = machine.bundled or shutil.which("bishengir-compile", path=machine.environ.get("PATH", ""))
-    if found is None:
+    compiler = machine.bundled or shutil.which("bishengir-compile", path=machine.environ.get("PATH", ""))
+    if compiler is None:
         return "not found", WRONG, "it comes with CANN: source its set_env.sh, which puts it on PATH"
-    path = str(found)
+    path = str(compiler)
     try:
         done = subprocess.run(
             [path, "--version"], capture_output=True, text=True, errors="replace", timeout=COMPILER_SECONDS

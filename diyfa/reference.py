@@ -352,12 +352,12 @@ def _rotated(
     row = position.clamp(0, len(cos) - 1)
     c = torch.where(inside, cos[row].to(wide), 1.0)[:, None]
     s = torch.where(inside, sin[row].to(wide), 0.0)[:, None]
-    turned, half = x.to(wide, copy=True), cos.shape[1]
+    rotated, half = x.to(wide, copy=True), cos.shape[1]
     first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
     second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
-    a, b = turned[..., first].clone(), turned[..., second].clone()
-    turned[..., first], turned[..., second] = a * c - b * s, b * c + a * s
-    return turned
+    a, b = rotated[..., first].clone(), rotated[..., second].clone()
+    rotated[..., first], rotated[..., second] = a * c - b * s, b * c + a * s
+    return rotated
 
 
 def _cache_position(tensors: KVCacheTensors, b: int, j: int) -> tuple[int, int]:

@@ -76,13 +76,13 @@ def _function(function: Callable[..., Any], spelling: str, partial: Partial) -> 
     return Operation(function, f"{spelling}({{0}})", (partial,), is_float=True)
 
 
-def _chosen(comparison: str) -> tuple[Partial, Partial]:
+def _extremum_partials(comparison: str) -> tuple[Partial, Partial]:
     """Return the partial derivatives of a minimum ("lt") or maximum ("gt"). Equal operands have one half each."""
 
-    def share(e: Emit, first: Operand, second: Operand) -> Operand:
+    def chosen(e: Emit, first: Operand, second: Operand) -> Operand:
         return e("where", e("eq", first, second), 0.5, e("where", e(comparison, first, second), 1.0, 0.0))
 
-    return lambda e, out, x, y: share(e, x, y), lambda e, out, x, y: share(e, y, x)
+    return lambda e, out, x, y: chosen(e, x, y), lambda e, out, x, y: chosen(e, y, x)
 
 
 def _to_float32(x: torch.Tensor) -> torch.Tensor:
@@ -129,8 +129,8 @@ OPERATIONS = {
     "invert": Operation(operator.invert, "~{0}"),
     # Its tangent is a choice between tangents: see `_Derivation._tangent`.
     "where": Operation(lambda c, x, y: torch.where(c.bool(), x, y), "tl.where(tl.cast({0}, tl.int1), {1}, {2})"),
-    "minimum": Operation(torch.minimum, "tl.minimum({0}, {1})", _chosen("lt")),
-    "maximum": Operation(torch.maximum, "tl.maximum({0}, {1})", _chosen("gt")),
+    "minimum": Operation(torch.minimum, "tl.minimum({0}, {1})", _extremum_partials("lt")),
+    "maximum": Operation(torch.maximum, "tl.maximum({0}, {1})", _extremum_partials("gt")),
     "abs": Operation(
         torch.abs, "tl.abs({0})",
         (lambda e, out, x: e("where", e("gt", x, 0), 1.0, e("where", e("lt", x, 0), -1.0, 0.0)),),

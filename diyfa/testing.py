@@ -635,6 +635,7 @@ def validate_attention(
     device = present_device() if device is None else device
     qkv = _random(dtype, *[(batch, heads, seq_len, head_dim)] * 3)
     actual = flash_fn(*(x.to(device) for x in qkv), causal=causal)
-    expected = torch.nn.functional.scaled_dot_product_attention(*_float64(device, *qkv), is_causal=causal)
+    q, k, v = _float64(device, *qkv)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
     name = f"attention ({batch}, {heads}, {seq_len}, {head_dim}) {'causal ' if causal else ''}{dtype} on {device}"
     return _compare(name, actual, expected, (rtol, atol), verbose)

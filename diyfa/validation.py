@@ -509,16 +509,16 @@ def check_no_overlap(out: torch.Tensor, inputs: Sequence[torch.Tensor | None], n
             raise ValueError(f"out must not share memory with {name}")
 
 
-def _meet(distance: int, dims: list[tuple[int, int, int]]) -> bool:
+def _have_common_element(distance: int, dims: list[tuple[int, int, int]]) -> bool:
     """Return whether two tensors have an element in common, if the second begins `distance` elements behind the first.
     `dims`: (stride, size of the first, size of the second), the largest stride first."""
     if not dims:
         return distance == 0
     (stride, size, other), *inner = dims
     if stride == 0:
-        return _meet(distance, inner)
+        return _have_common_element(distance, inner)
     steps = distance // stride
-    return any(-other < n < size and _meet(distance - n * stride, inner) for n in (steps, steps + 1))
+    return any(-other < n < size and _have_common_element(distance - n * stride, inner) for n in (steps, steps + 1))
 
 
 def memory_span(x: torch.Tensor) -> int:
@@ -542,4 +542,4 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     if [stride for stride, _ in dims] != [stride for stride, _ in others] or x.dtype != y.dtype:
         return False
     sizes = [(stride, n, other) for (stride, n), (_, other) in zip(dims, others, strict=True)]
-    return _meet((begins[1] - begins[0]) // size, sizes)
+    return _have_common_element((begins[1] - begins[0]) // size, sizes)

@@ -64,35 +64,29 @@ class Requirement:
 REQUIREMENTS = (
     Requirement("rich, typer", "this command line", "pip install 'diyfa[cli]'", lambda v: True),
     Requirement(
-        "triton",
-        "kernels on NVIDIA GPUs, and `diyfa compile sm_90`",
+        "triton", "kernels on NVIDIA GPUs, and `diyfa compile sm_90`",
         "pip install triton (in an environment without triton-ascend)",
         lambda v: "triton" in v and "triton-ascend" not in v,
     ),
     Requirement(
-        "an NVIDIA GPU",
-        "the cuda backend",
+        "an NVIDIA GPU", "the cuda backend",
         "a GPU of compute capability 7.5 or later, its driver, and a CUDA build of PyTorch",
         lambda v: torch.cuda.is_available(),
     ),
     Requirement("torch_npu", "PyTorch on Ascend NPUs", TORCH_NPU_REMEDY, lambda v: "torch_npu" in v),
     Requirement(
-        "triton-ascend",
-        "kernels on Ascend NPUs",
-        f"{GET_TRITON_ASCEND}, in an environment without NVIDIA's Triton",
+        "triton-ascend", "kernels on Ascend NPUs", f"{GET_TRITON_ASCEND}, in an environment without NVIDIA's Triton",
         lambda v: "triton-ascend" in v,
     ),
     Requirement("CANN", "running anything on an Ascend NPU", CANN_REMEDY, lambda v: bool(cann_version(Machine()))),
     Requirement(
-        "ascendnpu-ir",
-        "`diyfa compile 910B3` without CANN",
-        "pip install 'diyfa[npu-compile]'",
+        "ascendnpu-ir", "`diyfa compile 910B3` without CANN", "pip install 'diyfa[npu-compile]'",
         lambda v: "ascendnpu-ir" in v,
     ),
     Requirement(
         "matplotlib", "`diyfa demo --plot`", "pip install 'diyfa[plot]'", lambda v: bool(find_spec("matplotlib"))
     ),
-)
+)  # fmt: skip
 
 
 def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionProblem | KVCacheProblem | MatmulProblem:

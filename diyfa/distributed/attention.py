@@ -289,17 +289,17 @@ def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
         return _Plan(None, _ring(groups[0], segments, offsets, options, call.mask_origin), NO_LENGTHS, options)
     size, heads = dist.get_world_size(groups[-1]), head_dim(options.layout)
     head += dist.get_rank(groups[-1]) * (qkv[0].shape[heads] // size)
-    teams = [segments[n : n + size] for n in range(0, len(segments), size)]  # each team exchanges rows for heads
+    exchanging = [segments[n : n + size] for n in range(0, len(segments), size)]  # ranks that exchange rows for heads
     ring_rank = dist.get_rank(groups[0]) if method == "both" else 0
     exchange = None
     if size > 1:
         repeats = ulysses.kv_head_repeats(qkv[1].shape[heads], size)
-        exchange = ulysses.Ulysses(groups[-1], teams[ring_rank], options.layout, repeats)
+        exchange = ulysses.Ulysses(groups[-1], exchanging[ring_rank], options.layout, repeats)
         options = options._replace(
             sinks=exchange.local_heads(options.sinks), alibi_slopes=exchange.local_heads(options.alibi_slopes)
         )
     if method == "both":
-        ring = _ring(groups[0], tuple(joined(team) for team in teams), offsets, options, (sample, head))
+        ring = _ring(groups[0], tuple(joined(ranks) for ranks in exchanging), offsets, options, (sample, head))
         return _Plan(exchange, ring, NO_LENGTHS, options)
     lengths, samples = NO_LENGTHS, qkv[0].shape[0]
     if options.layout == VARLEN:

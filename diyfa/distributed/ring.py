@@ -44,7 +44,7 @@ class Ring(NamedTuple):
     mask_origin: tuple[int, int] = (0, 0)  # index in dropout's mask of this rank's first sample and query head
 
 
-def _let_it_begin(device: torch.device) -> None:
+def _let_nccl_start(device: torch.device) -> None:
     """Delay the next kernel of this stream by some microseconds, so that NCCL's kernel starts before it.
 
     NCCL moves messages by a kernel on its own stream. That kernel waits for the same work as the attention kernel that
@@ -73,7 +73,7 @@ class _Transfer:
         self.sent = [tensors for _, tensors in messages]  # keeps their memory until the transfer is done
         self.requests = dist.batch_isend_irecv(operations) if operations else []
         if operations and operations[0].tensor.device.type == "cuda":
-            _let_it_begin(operations[0].tensor.device)
+            _let_nccl_start(operations[0].tensor.device)
 
     def wait(self) -> list[list[torch.Tensor]]:
         """Return the received tensors of each message."""
@@ -290,6 +290,6 @@ def ring_gradients(
         k = k - common
     dk, dv = ring_backward(ring, Saved(q, sinks, out, lse, dout, dlse, dq, dsinks), k, v)
     if common is not None and dlse is not None:  # a row of dS sums to its dlse, so dq lacks dlse times the common key
-        seen = torch.where(lse.isinf(), 0.0, dlse)
-        dq.total_or_zeros().add_(as_rows(seen, ring.options.layout) * _per_query_head(ring, common, q))
+        dlse_or_zero = torch.where(lse.isinf(), 0.0, dlse)
+        dq.total_or_zeros().add_(as_rows(dlse_or_zero, ring.options.layout) * _per_query_head(ring, common, q))
     return dq.total_or_zeros(), dk, dv, dsinks

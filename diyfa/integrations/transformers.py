@@ -142,12 +142,12 @@ def make_attention_mask(
 Sequences = tuple[torch.Tensor, int]  # offsets of packed sequences, length of the longest
 
 
-def _once(x: torch.Tensor, find: Callable[[torch.Tensor], Any]) -> Any:
-    """Return find(x), cached on x until x changes: find waits for the device, and all layers share one mask."""
+def _cached_on(x: torch.Tensor, compute: Callable[[torch.Tensor], Any]) -> Any:
+    """Return compute(x), cached on x until x changes: it waits for the device, and all layers share one mask."""
     version = None if x.is_inference() else x._version  # tensors of inference mode have no version
     known_version, result = getattr(x, "diyfa_cached", (None, None))
     if version is None or version != known_version:
-        result = find(x)
+        result = compute(x)
         x.diyfa_cached = (version, result)  # type: ignore[attr-defined]
     return result
 
@@ -214,15 +214,15 @@ def _packed_lengths(
         return tuple(extras[f"{name}_{side}"] for name in ("cu_seq_lens", "max_length") for side in "qk")
     packed, positions = None, extras.get("position_ids")
     if mask is not None and mask.dim() == 2 and mask.dtype in PACKED:
-        packed = _once(mask, _by_number)
+        packed = _cached_on(mask, _by_number)
     elif q.shape[:2] != k.shape[:2] or torch.compiler.is_compiling() or extras.get("position_bias") is not None:
         return ()
     elif mask is not None and mask.dim() == 2:
-        packed, _, query_offsets = _once(mask, _by_padding)
+        packed, _, query_offsets = _cached_on(mask, _by_padding)
         if packed is not None and not causal and mask.dtype not in WINDOW_DTYPES:  # keys may be an encoder's
             return query_offsets * q.shape[1], packed[0], q.shape[1], packed[1]
     elif causal and mask is None and isinstance(positions, torch.Tensor):
-        packed = _once(positions, _by_position) if positions.shape == (1, q.shape[1]) == q.shape[:2] else None
+        packed = _cached_on(positions, _by_position) if positions.shape == (1, q.shape[1]) == q.shape[:2] else None
     return () if packed is None else (packed[0], packed[0], packed[1], packed[1])
 
 
@@ -270,7 +270,7 @@ def _attend_one_token(
         return None
     leftpad = None
     if mask is not None:
-        leftpad = None if mask.dim() == 4 or torch.compiler.is_compiling() else _once(mask, _by_padding)[1]
+        leftpad = None if mask.dim() == 4 or torch.compiler.is_compiling() else _cached_on(mask, _by_padding)[1]
         if leftpad is None:
             return None
     out = flash_attn_with_kvcache(
@@ -355,7 +355,7 @@ def attention(
         if mask.dtype in WINDOW_DTYPES and not causal and is_of_config:
             options["window"] = (window, window)
         if mask.dtype in ROOM:
-            keys, mask = (mask.shape[2], None) if mask.dim() == 3 else _once(mask, _room)
+            keys, mask = (mask.shape[2], None) if mask.dim() == 3 else _cached_on(mask, _room)
             k, v = k[:, :keys], v[:, :keys]
             bias = None if bias is None else bias[..., :keys]
         elif not mask.shape[0]:

@@ -69,8 +69,8 @@ def attention_arguments(
     if n_tokens > query.shape[0]:
         raise ValueError(f"actual_seq_lengths_q ends with {n_tokens}, and query has {query.shape[0]} rows")
     if _differs(query_start_loc, [0, *ends]):
-        found = query_start_loc.tolist()
-        raise ValueError(f"query_start_loc must be [0, *actual_seq_lengths_q], which is {[0, *ends]}, got {found}")
+        got = query_start_loc.tolist()
+        raise ValueError(f"query_start_loc must be [0, *actual_seq_lengths_q], which is {[0, *ends]}, got {got}")
     cu_seqlens_q = query_start_loc.to(query.device, torch.int32)
     max_seqlen_q = max((end - start for start, end in zip(starts, ends, strict=True)), default=0)
     arguments: dict[str, Any] = {
@@ -167,9 +167,9 @@ def _differs(x: torch.Tensor, values: list[int]) -> bool:
 def _check_uncached_lengths(metadata: Any, starts: list[int], ends: list[int]) -> None:
     """Raise ValueError if a sequence has keys in the cache, which PrefillNoCache does not read."""
     lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-    found = _numbers(metadata, "seq_lens_list")
-    if found[: len(lengths)] != lengths:
-        raise ValueError(f"{PREFILL_NO_CACHE} has no keys but its own, {lengths} of each sequence, got {found}")
+    got = _numbers(metadata, "seq_lens_list")
+    if got[: len(lengths)] != lengths:
+        raise ValueError(f"{PREFILL_NO_CACHE} has no keys but its own, {lengths} of each sequence, got {got}")
 
 
 def _check_cached_lengths(

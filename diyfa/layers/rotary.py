@@ -14,15 +14,9 @@ from torch import Tensor
 from diyfa.validation import check_length, check_tensors
 
 __all__ = [
-    "RotaryEmbedding",
-    "apply_rotary",
-    "apply_rotary_emb",
-    "apply_rotary_emb_func",
-    "apply_rotary_emb_kv_",
-    "apply_rotary_emb_qkv_",
-    "apply_rotary_emb_torch",
-    "rotate_half",
-]
+    "RotaryEmbedding", "apply_rotary", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_", "apply_rotary_emb_torch", "rotate_half",
+]  # fmt: skip
 
 Offsets = int | Tensor
 
@@ -40,14 +34,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     a, b = a.to(dtype), b.to(dtype)
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    return (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(x.dtype)
+    rotated = (a * cos - b * sin, b * cos + a * sin)
+    return (torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)).to(x.dtype)
 
 
 def _check_tables(cos: Tensor, sin: Tensor, x: Tensor) -> None:
     check_tensors(cos=cos, sin=sin)
     if cos.device != x.device or sin.device != x.device:
-        raise ValueError(f"cos is on {cos.device} and sin on {sin.device}, but what they turn on {x.device}")
+        raise ValueError(f"cos is on {cos.device} and sin on {sin.device}, but what they rotate on {x.device}")
     head_dim = x.shape[-1]
     if cos.dim() != 2 or cos.shape != sin.shape:
         raise ValueError(
@@ -116,11 +110,11 @@ def apply_rotary(
     _check_tables(cos, sin, x)
     cos, sin = _rows((cos, sin), x, seqlen_offsets, cu_seqlens, max_seqlen)
     rotary_dim = 2 * cos.shape[-1]
-    turned = _rotate(x[..., :rotary_dim], cos, -sin if conjugate else sin, interleaved)
+    rotated = _rotate(x[..., :rotary_dim], cos, -sin if conjugate else sin, interleaved)
     if inplace:
-        x[..., :rotary_dim].copy_(turned)
+        x[..., :rotary_dim].copy_(rotated)
         return x
-    return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), -1)
+    return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), -1)
 
 
 def apply_rotary_emb(
@@ -154,8 +148,8 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim > x.shape[-1]:
         raise ValueError(f"rotary_dim {rotary_dim} exceeds the head dimension {x.shape[-1]}")
-    turned = _rotate(x[..., :rotary_dim], cos[..., None, :], sin[..., None, :], interleaved)
-    return torch.cat((turned, x[..., rotary_dim:]), -1)
+    rotated = _rotate(x[..., :rotary_dim], cos[..., None, :], sin[..., None, :], interleaved)
+    return torch.cat((rotated, x[..., rotary_dim:]), -1)
 
 
 def apply_rotary_emb_qkv_(

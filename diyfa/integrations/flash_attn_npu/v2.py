@@ -22,15 +22,10 @@ from diyfa.integrations.flash_attn_npu.metadata import check_metadata, no_metada
 from diyfa.options import UNBOUNDED
 
 __all__ = [
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
+    "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
     "get_scheduler_metadata",
-]
+]  # fmt: skip
 
 Tensor = torch.Tensor
 

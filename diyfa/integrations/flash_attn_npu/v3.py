@@ -18,12 +18,9 @@ from diyfa.integrations.flash_attn_npu.metadata import no_metadata
 from diyfa.options import UNBOUNDED
 
 __all__ = [
-    "flash_attn_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_with_kvcache",
+    "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
     "get_scheduler_metadata",
-]
+]  # fmt: skip
 
 
 def get_scheduler_metadata(
