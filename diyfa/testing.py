@@ -256,6 +256,52 @@ def _random_mask(case: AttentionCase) -> BlockMask:
     return BlockMask.from_dense(keep, (block_q, block_k))
 
 
+def _options(
+    case: AttentionCase, random: Callable[..., torch.Tensor], generator: torch.Generator,
+    to_device: Callable[..., torch.Tensor],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the keyword arguments of the case's call. Random numbers are drawn in the order of the code."""
+    batch, heads, _, seqlen_q, seqlen_k, _, _ = case.sizes
+    options: dict[str, Any] = {"causal": case.causal, "sm_scale": case.sm_scale}
+    if case.seq_lens is not None:
+        options["seq_lens"] = to_device(torch.tensor(case.seq_lens, dtype=torch.int32, device="cpu"))
+    if case.lens_q is not None:
+        options["cu_seqlens_q"], options["cu_seqlens_k"] = (
+            to_device(_offsets(lens)) for lens in (case.lens_q, case.key_lens or ())
+        )
+        options["max_seqlen_q"], options["max_seqlen_k"] = seqlen_q + case.slack, seqlen_k + case.slack
+    if case.window != (-1, -1):
+        options["window"] = case.window
+    if case.softcap:
+        options["softcap"] = case.softcap
+    if case.alibi:
+        shape = (heads,) if case.alibi == "h" else (batch, heads)
+        slopes = random(*shape, dtype=torch.float32).abs() * 0.3
+        if case.slopes:
+            slopes.view(-1).copy_(torch.tensor(case.slopes * slopes.numel(), device="cpu")[: slopes.numel()])
+        options["alibi_slopes"] = to_device(slopes)
+    if case.bias:
+        full = {"b": batch, "h": heads, "q": seqlen_q, "k": seqlen_k, "1": 1}
+        bias = random(*(full[letter] for letter in case.bias), dtype=getattr(torch, case.bias_dtype or case.dtype))
+        options["attn_bias"] = to_device(bias * case.bias_scale, case.bias_grad)
+    if case.mask:
+        mask = _random_mask(case)
+        options["mask"] = BlockMask(mask.shape, to_device(mask.blocks), to_device(mask.bits))
+    if case.score_fn:
+        options["score_fn"] = ScoreFunction("relative", 1, SCORE_EXAMPLE)
+        options["score_tensors"] = (to_device(random(heads, SCORE_EXAMPLE_WIDTH), True),)
+    if case.sinks:
+        options["sinks"] = to_device(random(heads, dtype=torch.float32) + case.sink_offset, True)
+    if case.dropout_p:
+        options["dropout_p"] = case.dropout_p
+        state = torch.randint(2**32, (2,), generator=generator, dtype=torch.int64, device="cpu")
+        if case.dropout_origins:
+            origins = torch.randint(2**31, (batch, 4), generator=generator, dtype=torch.int64, device="cpu")
+            state = torch.cat([state, origins.flatten()])
+        options["rng_state"] = to_device(state)
+    return options
+
+
 def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inputs:
     """Make the tensors of `case`: standard normal, with the same values on every device; leaves require gradients.
 
@@ -263,7 +309,7 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
     """
     generator = torch.Generator().manual_seed(case.seed)
     dtype = getattr(torch, case.dtype)
-    batch, heads, _, seqlen_q, seqlen_k, _, head_dim_v = case.sizes
+    heads, head_dim_v = case.heads, case.sizes[-1]
     samples, rows_q, _ = case.rows
 
     nudges = torch.Generator().manual_seed(case.nudge)
@@ -307,42 +353,7 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
     q, k, v = _unpacked(leaves) if case.packing else leaves
     dout = to_device(arrange(dout))
     dlse = to_device(dlse.flatten(0, 1) if case.layout == "3d" else dlse[0] if case.layout == VARLEN else dlse)
-    options: dict[str, Any] = {"causal": case.causal, "sm_scale": case.sm_scale}
-    if case.seq_lens is not None:
-        options["seq_lens"] = to_device(torch.tensor(case.seq_lens, dtype=torch.int32, device="cpu"))
-    if case.lens_q is not None:
-        options["cu_seqlens_q"], options["cu_seqlens_k"] = (
-            to_device(_offsets(lens)) for lens in (case.lens_q, case.key_lens or ())
-        )
-        options["max_seqlen_q"], options["max_seqlen_k"] = seqlen_q + case.slack, seqlen_k + case.slack
-    if case.window != (-1, -1):
-        options["window"] = case.window
-    if case.softcap:
-        options["softcap"] = case.softcap
-    if case.alibi:
-        shape = (heads,) if case.alibi == "h" else (batch, heads)
-        slopes = random(*shape, dtype=torch.float32).abs() * 0.3
-        if case.slopes:
-            slopes.view(-1).copy_(torch.tensor(case.slopes * slopes.numel(), device="cpu")[: slopes.numel()])
-        options["alibi_slopes"] = to_device(slopes)
-    if case.bias:
-        full = {"b": batch, "h": heads, "q": seqlen_q, "k": seqlen_k, "1": 1}
-        bias = random(*(full[letter] for letter in case.bias), dtype=getattr(torch, case.bias_dtype or case.dtype))
-        options["attn_bias"] = to_device(bias * case.bias_scale, case.bias_grad)
-    if case.mask:
-        options["mask"] = _random_mask(case).to(device)
-    if case.score_fn:
-        options["score_fn"] = ScoreFunction("relative", 1, SCORE_EXAMPLE)
-        options["score_tensors"] = (to_device(random(heads, SCORE_EXAMPLE_WIDTH), True),)
-    if case.sinks:
-        options["sinks"] = to_device(random(heads, dtype=torch.float32) + case.sink_offset, True)
-    if case.dropout_p:
-        options["dropout_p"] = case.dropout_p
-        state = torch.randint(2**32, (2,), generator=generator, dtype=torch.int64, device="cpu")
-        if case.dropout_origins:
-            origins = torch.randint(2**31, (batch, 4), generator=generator, dtype=torch.int64, device="cpu")
-            state = torch.cat([state, origins.flatten()])
-        options["rng_state"] = to_device(state)
+    options = _options(case, random, generator, to_device)
     return Inputs(q, k, v, dout, dlse, options, leaves if case.packing else ())
 
 

@@ -384,11 +384,7 @@ class Tuner:
             ms, index = default_ms, candidates.index(default)
         chosen = candidates[index]
         log.info("%s %r: %r takes %.4f ms, the fastest of %d", kernel, bucket, chosen, ms, len(times))
-        row = {
-            "config": plain[index],
-            "ms": float(ms),
-            "measured": datetime.date.today().isoformat(),
-        }
+        row = {"config": plain[index], "ms": float(ms), "measured": datetime.date.today().isoformat()}
         if file is None:
             log.warning("the result holds for this process only: %s", NO_FOLDER)
             return chosen
