@@ -19,7 +19,7 @@ LAYOUT_NAMES = {"bhsd": ("BNSD", 1), "bshd": ("BSND", 2), "thd": ("TND", 1)}  # 
 REFUSED = {
     "softcap": "it bounds no scores",
     "seq_lens": "pack the sequences (layout 'thd'), or hide keys with an atten_mask of your own",
-    "alibi_slopes": "npu_fusion_attention_v2 takes slopes, as pse with pse_type=2",
+    "alibi_slopes": "npu_fusion_attention_v2 does have them, as pse with pse_type=2",
 }
 
 

@@ -41,7 +41,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def _check_tables(cos: Tensor, sin: Tensor, x: Tensor) -> None:
     check_tensors(cos=cos, sin=sin)
     if cos.device != x.device or sin.device != x.device:
-        raise ValueError(f"cos is on {cos.device} and sin on {sin.device}, but what they rotate on {x.device}")
+        raise ValueError(f"cos is on {cos.device} and sin on {sin.device}, but what they turn on {x.device}")
     head_dim = x.shape[-1]
     if cos.dim() != 2 or cos.shape != sin.shape:
         raise ValueError(

@@ -299,7 +299,7 @@ ERRORS = {
         apply_rotary_emb,
         (X, COS, SIN.to("meta")),
         {},
-        "cos is on cpu and sin on meta, but what they rotate on cpu",
+        "cos is on cpu and sin on meta, but what they turn on cpu",
     ),
     "kv": (apply_rotary_emb_kv_, (X, COS, SIN), {}, "kv must have shape"),
     "torch_dim": (apply_rotary_emb_torch, (X[..., :8], COS, SIN), {}, "exceeds the head dimension"),

@@ -457,7 +457,7 @@ def test_our_packed_call_as_theirs() -> None:
     [
         ({"softcap": 2.0}, "no softcap"),
         ({"seq_lens": torch.tensor([3])}, "no seq_lens: pack"),
-        ({"alibi_slopes": torch.ones(2)}, "npu_fusion_attention_v2 takes slopes"),
+        ({"alibi_slopes": torch.ones(2)}, "npu_fusion_attention_v2 does"),
         ({"layout": "thd"}, "as lists of host integers"),
         ({"layout": "sbhd"}, "layout must be one of"),
         ({"attn_bias": torch.zeros(5, 5), "sm_scale": 0.0}, "scales its bias"),
