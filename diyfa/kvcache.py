@@ -102,12 +102,6 @@ def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
             f"{k_name} and {v_name} must both be {q.dtype} as {q_name} is, or {FLOAT8}, got {k_cache.dtype} and "
             f"{v_cache.dtype}"
         )
-    if not 1 <= q.shape[-1] <= validation.MAX_HEAD_DIM:
-        raise ValueError(f"Unsupported head_dim: expected 1 to {validation.MAX_HEAD_DIM} for q and k, got {_shape(q)}")
-    if not 1 <= v_cache.shape[-1] <= validation.MAX_HEAD_DIM_V:
-        raise ValueError(
-            f"Unsupported head_dim: expected 1 to {validation.MAX_HEAD_DIM_V} for v, got {_shape(v_cache)}"
-        )
     if k_cache.shape[-1] != q.shape[-1]:
         raise ValueError(f"{q_name} and {k_name} must have the same head_dim, got {_shape(q)} and {_shape(k_cache)}")
     if v_cache.dim() != k_cache.dim() or v_cache.shape[:-1] != k_cache.shape[:-1]:
@@ -115,11 +109,7 @@ def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
             f"{k_name} and {v_name} must have the same shape but for the head_dim, got {_shape(k_cache)} and "
             f"{_shape(v_cache)}"
         )
-    heads, heads_kv = q.shape[-2], k_cache.shape[-2]
-    if heads == 0 or heads_kv == 0 or heads % heads_kv:
-        raise ValueError(
-            f"the query heads must be a positive multiple of the key/value heads, got {heads} and {heads_kv}"
-        )
+    validation.check_heads(q.shape[-2], k_cache.shape[-2], q.shape[-1], v_cache.shape[-1])
     validation.check_last_stride(**{q_name: q, k_name: k_cache, v_name: v_cache})
 
 

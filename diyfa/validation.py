@@ -120,22 +120,24 @@ def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[i
     check_same_device(q, k=k, v=v)
     b, h, s, d = dims
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape  # each access makes a new object
-    if not 1 <= q_shape[d] <= MAX_HEAD_DIM:
-        raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM} for q and k, got {q_shape[d]}")
-    if not 1 <= v_shape[d] <= MAX_HEAD_DIM_V:
-        raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM_V} for v, got {v_shape[d]}")
     if k_shape[d] != q_shape[d]:
         raise ValueError(f"q and k must have the same head_dim, got q {_shape(q)} and k {_shape(k)}")
     if b is not None and (k_shape[b] != q_shape[b] or v_shape[b] != q_shape[b]):
         raise ValueError(f"q, k and v must have the same batch, got {_shape(q)}, {_shape(k)}, {_shape(v)}")
-    heads, heads_kv = q_shape[h], k_shape[h]
-    if heads_kv != v_shape[h] or k_shape[s] != v_shape[s]:
+    if k_shape[h] != v_shape[h] or k_shape[s] != v_shape[s]:
         raise ValueError(f"k and v must have the same heads and length, got k {_shape(k)} and v {_shape(v)}")
-    if heads_kv == 0 or heads == 0 or heads % heads_kv:
-        raise ValueError(
-            f"the query heads must be a positive multiple of the key/value heads, got {heads} and {heads_kv}"
-        )
+    check_heads(q_shape[h], k_shape[h], q_shape[d], v_shape[d])
     check_last_stride(q=q, k=k, v=v)
+
+
+def check_heads(heads: int, heads_kv: int, head_dim: int, head_dim_v: int) -> None:
+    """Check the numbers of heads and of their features."""
+    for names, size, largest in (("q and k", head_dim, MAX_HEAD_DIM), ("v", head_dim_v, MAX_HEAD_DIM_V)):
+        if not 1 <= size <= largest:
+            raise ValueError(f"Unsupported head_dim: expected 1 to {largest} for {names}, got {size}")
+    if heads_kv == 0 or heads == 0 or heads % heads_kv:
+        got = f"{heads} and {heads_kv}"
+        raise ValueError(f"the query heads must be a positive multiple of the key/value heads, got {got}")
 
 
 def check_eight_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
