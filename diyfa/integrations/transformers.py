@@ -24,7 +24,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -180,26 +180,33 @@ def _room(mask: torch.Tensor) -> tuple[int, torch.Tensor]:
     return keys, mask[:, :keys] > 0
 
 
-def _by_padding(mask: torch.Tensor) -> tuple[Sequences | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return (sequences, left padding, query offsets) of a padding mask (B, S); None three times if tokens have gaps.
+class _Padding(NamedTuple):
+    """A padding mask (B, S) read as packed sequences. All fields are None if a sample's tokens have gaps.
 
     * sequences: the batch as packed sequences. Runs of padding are sequences, too, which no token sees.
-    * left padding: (B,) int32, None if a sample's last row is padding.
-    * query offsets: for attention without causality, in samples: sequence n of the keys has the queries of samples
+    * leftpad: (B,) int32, None if a sample's last row is padding.
+    * query_offsets: for attention without causality, in samples: sequence n of the keys has the queries of samples
       [n] to [n + 1]. All queries of a sample belong to the sequence of its tokens, none to its padding.
     """
+
+    sequences: Sequences | None = None
+    leftpad: torch.Tensor | None = None
+    query_offsets: torch.Tensor | None = None
+
+
+def _by_padding(mask: torch.Tensor) -> _Padding:
     is_token = mask.bool()
     begins = is_token != is_token.roll(1, 1)
     begins[:, 0] = is_token[:, 0]
     if bool(((begins & is_token).sum(1) > 1).any()):
-        return None, None, None
+        return _Padding()
     ends_with_token = bool(is_token[:, -1].all())
     offsets, longest = _sequences(begins)
     # Queries of a sample without any token see its padding.
     has_queries = (is_token | ~is_token.any(1, keepdim=True)).flatten()[offsets[:-1]]
     query_offsets = torch.nn.functional.pad(has_queries.cumsum(0), (1, 0)).to(torch.int32)
     leftpad = is_token.int().argmax(1).to(torch.int32) if ends_with_token else None
-    return (offsets, longest), leftpad, query_offsets
+    return _Padding((offsets, longest), leftpad, query_offsets)
 
 
 def _packed_lengths(
@@ -270,7 +277,7 @@ def _attend_one_token(
         return None
     leftpad = None
     if mask is not None:
-        leftpad = None if mask.dim() == 4 or torch.compiler.is_compiling() else _cached_on(mask, _by_padding)[1]
+        leftpad = None if mask.dim() == 4 or torch.compiler.is_compiling() else _cached_on(mask, _by_padding).leftpad
         if leftpad is None:
             return None
     out = flash_attn_with_kvcache(
