@@ -37,9 +37,8 @@ def _check_mask(hidden_states: torch.Tensor, mask: torch.Tensor, name: str) -> N
     if mask.device != hidden_states.device:
         raise ValueError(f"{name} is on {mask.device}, hidden_states on {hidden_states.device}")
     if mask.dim() != 2 or mask.shape != hidden_states.shape[:2]:
-        raise ValueError(
-            f"{name} must have shape (batch, seqlen) = {tuple(hidden_states.shape[:2])}, got {tuple(mask.shape)}"
-        )
+        expected = tuple(hidden_states.shape[:2])
+        raise ValueError(f"{name} must have shape (batch, seqlen) = {expected}, got {tuple(mask.shape)}")
 
 
 def _cumulative(lengths: torch.Tensor) -> torch.Tensor:

@@ -325,9 +325,7 @@ def block_mask(
             got = f"a tensor of {keep.dtype}" if isinstance(keep, torch.Tensor) else type(keep).__name__
             raise TypeError(f"mask_fn must return a boolean tensor, True where the query sees the key, got {got}")
         if keep.device != mask_device:
-            raise ValueError(
-                f"mask_fn must return a tensor on {mask_device}, as block_mask(device=) says, got {keep.device}"
-            )
+            raise ValueError(f"mask_fn must return a tensor on {mask_device}, block_mask's device, got {keep.device}")
         try:
             return keep.expand(full)
         except RuntimeError:

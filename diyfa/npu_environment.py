@@ -179,9 +179,8 @@ def _compiler(machine: Machine) -> Judgement:
         return "not found", WRONG, "it comes with CANN: source its set_env.sh, which puts it on PATH"
     path = str(compiler)
     try:
-        done = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, errors="replace", timeout=COMPILER_SECONDS
-        )
+        command = [path, "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILER_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return path, WRONG, f"it does not run: {error}"
     printed = done.stdout + done.stderr

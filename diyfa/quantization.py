@@ -133,9 +133,7 @@ def quantize(
     _check(q, k, v, layout, is_int8, straight_through)
     head_dim = q.shape[-1]
     if rotate and head_dim & (head_dim - 1):
-        raise ValueError(
-            f"rotate needs a head_dim that is a power of two, got {head_dim}: pad q and k, or leave it off"
-        )
+        raise ValueError(f"rotate needs a head_dim that is a power of two, got {head_dim}: pad q and k")
     kind, chosen = KINDS[per], DTYPES[dtype]
     heads = 0 if q.dim() == 3 else LAYOUTS[layout][1]
     group = q.shape[heads] // k.shape[heads] if kind == PER_HEAD else 1

@@ -318,9 +318,8 @@ class _Compiler:
         # Not the expressions in the text: their names belong to the scope around the function, and to that moment.
         defaults = dict(zip(names[::-1], (self.function.__defaults__ or ())[::-1], strict=False))
         if len(names) < len(parameters) or any(name in defaults for name in names[: len(parameters)]):
-            raise self.refuse(
-                self.definition, f"it must take {', '.join(parameters)}, then captured tensors, got {', '.join(names)}"
-            )
+            text = f"it must take {', '.join(parameters)}, then captured tensors, got {', '.join(names)}"
+            raise self.refuse(self.definition, text)
         self.variables.update(zip(names, parameters, strict=False))
         captured = [name for name in names[len(parameters) :] if name not in defaults]
         if len(captured) > MAX_TENSORS:
@@ -761,12 +760,11 @@ def _run_lines(
     lines: Sequence[Line], values: dict[str, torch.Tensor], tensors: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> None:
     """Add the targets of the lines to `values`."""
-    device = values["b"].device
     flat = {f"t{n}": x.reshape(-1) for n, x in enumerate(tensors)}
     for target, name, operands in lines:
         if name == LOAD:
             x, offset = flat[str(operands[0])], operands[1]
-            index = values[offset] if isinstance(offset, str) else _tensor(offset, dtype, device)
+            index = _value(offset, values, dtype)
             element = x.index_select(0, index.reshape(-1)).reshape(index.shape)  # refuses negative indices
             read_as = {torch.int8: torch.int32}.get(x.dtype, x.dtype)
             values[target] = element.to(dtype if x.is_floating_point() else read_as)

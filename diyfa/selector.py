@@ -90,9 +90,8 @@ class BackendSelector:
         arch = self._backend.arch(self._device)
         step = 16 // dtype.itemsize  # contiguous matrices whose rows begin at multiples of 16 bytes
         aligned = k % step == 0 and n % step == 0
-        problem = MatmulProblem(
-            self._backend.device_type, arch, dtype_name(dtype), compute, compute, m, n, k, aligned=aligned
-        )
+        device_type = self._backend.device_type
+        problem = MatmulProblem(device_type, arch, dtype_name(dtype), compute, compute, m, n, k, aligned=aligned)
         return registry.choose("matmul", problem, self._backend), problem
 
     def select_attention(

@@ -266,9 +266,8 @@ def _options(
     if case.seq_lens is not None:
         options["seq_lens"] = to_device(torch.tensor(case.seq_lens, dtype=torch.int32, device="cpu"))
     if case.lens_q is not None:
-        options["cu_seqlens_q"], options["cu_seqlens_k"] = (
-            to_device(_offsets(lens)) for lens in (case.lens_q, case.key_lens or ())
-        )
+        options["cu_seqlens_q"] = to_device(_offsets(case.lens_q))
+        options["cu_seqlens_k"] = to_device(_offsets(case.key_lens or ()))
         options["max_seqlen_q"], options["max_seqlen_k"] = seqlen_q + case.slack, seqlen_k + case.slack
     if case.window != (-1, -1):
         options["window"] = case.window
@@ -366,9 +365,8 @@ def attention_function(case: AttentionCase, **fixed: Any) -> Callable[..., Any]:
     def packed(*owners: torch.Tensor, return_lse: bool = False, **options: Any) -> Any:
         lengths = Lengths(**{name: options.pop(name) for name in LENGTHS if name in options})
         q, k, v = _unpacked(owners)
-        checked = checked_options(
-            q, k, v, lengths, {"layout": case.layout, "packing": case.packing, **options, **fixed}
-        )
+        options |= {"layout": case.layout, "packing": case.packing, **fixed}
+        checked = checked_options(q, k, v, lengths, options)
         first, second = (*owners, None)[:2]
         out, lse = attend(first, second, None, lengths, checked)
         return (out, lse) if return_lse else out

@@ -385,9 +385,8 @@ def checked_score_function(score_fn: Any, tensors: Any, score_grad_fn: Any) -> d
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, (tuple, list)):
         raise TypeError(f"score_tensors must be a tuple of tensors, got {type(tensors).__name__}")
     if len(tensors) != function.tensors:
-        raise ValueError(
-            f"{function.name} takes {function.tensors} captured tensors, got {len(tensors)} in score_tensors"
-        )
+        expected = f"{function.tensors} captured tensors"
+        raise ValueError(f"{function.name} takes {expected}, got {len(tensors)} in score_tensors")
     for n, x in enumerate(tensors):
         if x is None:  # an option that is not given, and so not checked later
             check_tensors(**{f"score_tensors[{n}]": x})

@@ -295,9 +295,8 @@ def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
     if size > 1:
         repeats = ulysses.kv_head_repeats(qkv[1].shape[heads], size)
         exchange = ulysses.Ulysses(groups[-1], exchanging[ring_rank], options.layout, repeats)
-        options = options._replace(
-            sinks=exchange.local_heads(options.sinks), alibi_slopes=exchange.local_heads(options.alibi_slopes)
-        )
+        sinks, slopes = (exchange.local_heads(x) for x in (options.sinks, options.alibi_slopes))
+        options = options._replace(sinks=sinks, alibi_slopes=slopes)
     if method == "both":
         ring = _ring(groups[0], tuple(joined(ranks) for ranks in exchanging), offsets, options, (sample, head))
         return _Plan(exchange, ring, NO_LENGTHS, options)

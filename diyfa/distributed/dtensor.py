@@ -85,9 +85,7 @@ def with_local_tensors(
     heads = head_dim(layout)
     shards = math.prod(mesh.size(n) for n, placement in enumerate(placements) if placement == Shard(heads))
     if q.shape[heads] % shards or k.shape[heads] % shards:  # uneven shards would pair query heads with wrong KV heads
-        raise ValueError(
-            f"{q.shape[heads]} query and {k.shape[heads]} key/value heads must be multiples of {shards} shards"
-        )
+        raise ValueError(f"{q.shape[heads]} query and {k.shape[heads]} KV heads must be multiples of {shards} shards")
     sub_mesh: Any = mesh
     if len(dims) < mesh.ndim:
         if mesh.mesh_dim_names is None:

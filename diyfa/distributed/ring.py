@@ -88,9 +88,8 @@ def _lengths(call: Call, device: torch.device) -> Lengths:
         return NO_LENGTHS
     both = call.offsets_q, call.offsets_k
     longest_q, longest_k = (max(b - a for a, b in pairwise(offsets)) for offsets in both)
-    offsets_q, offsets_k = (
-        torch.tensor(x, dtype=torch.int32, device="cpu").to(device, non_blocking=True) for x in both
-    )
+    on_cpu = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in both)
+    offsets_q, offsets_k = (x.to(device, non_blocking=True) for x in on_cpu)
     return Lengths(offsets_q, offsets_k, None, longest_q, longest_k)
 
 

@@ -188,9 +188,8 @@ def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
         ascending: list[list[Block]] = []
         for block in group:
             for chain in ascending:
-                gap_rows, gap_keys = (
-                    after[0] - before[1] for before, after in zip(chain[-1][:2], block[:2], strict=True)
-                )
+                last = chain[-1]
+                gap_rows, gap_keys = block.queries[0] - last.queries[1], block.keys[0] - last.keys[1]
                 # A row of a sequence without keys would still add the sink: own blocks leave no rows between them.
                 if gap_keys >= 0 and (gap_rows == 0 if block.has_diagonal else gap_rows >= 0):
                     chain.append(block)

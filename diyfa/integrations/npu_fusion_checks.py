@@ -60,9 +60,7 @@ def check_mode(sparse_mode: int, prefix: object) -> None:
     if sparse_mode not in range(5):
         raise ValueError(f"sparse_mode must be 0 to 4, got {sparse_mode!r}")
     if prefix is not None:
-        raise ValueError(
-            f"prefix belongs to sparse_mode 5 and 6, which are not supported; got sparse_mode={sparse_mode}"
-        )
+        raise ValueError(f"prefix belongs to sparse_mode 5 and 6, which are not supported; got {sparse_mode}")
 
 
 def check_options(scale: float, keep_prob: float, inner_precise: int, softmax_layout: str, varlen: bool) -> None:

@@ -123,9 +123,8 @@ def _scaled_dot_product_flash_attention(
     record(SEAM, "_scaled_dot_product_flash_attention: diyfa")
     _refuse(return_debug_mask)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse, _, rng_state = interface._flash_attn_forward(
-        q, k, v, dropout_p, scale, is_causal, -1, -1, 0.0, None, False
-    )
+    results = interface._flash_attn_forward(q, k, v, dropout_p, scale, is_causal, -1, -1, 0.0, None, False)
+    out, lse, _, rng_state = results
     lengths = query.shape[2], key.shape[2]
     return out.transpose(1, 2), lse, None, None, *lengths, *_auxiliary(query, rng_state)
 
