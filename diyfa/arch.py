@@ -91,13 +91,9 @@ def _a5(cube: int) -> NPUSpec:
 
 
 NPU_SPECS: dict[str, NPUSpec] = {
-    "Ascend910B1": _a2_a3(NPUArch.A2, 24),
-    "Ascend910B2": _a2_a3(NPUArch.A2, 24),
-    "Ascend910B2C": _a2_a3(NPUArch.A2, 24),
-    "Ascend910B3": _a2_a3(NPUArch.A2, 20),
-    "Ascend910B4": _a2_a3(NPUArch.A2, 20),
-    "Ascend910_9362": _a2_a3(NPUArch.A3, 20),
-    "Ascend910_9372": _a2_a3(NPUArch.A3, 20),
+    **dict.fromkeys(("Ascend910B1", "Ascend910B2", "Ascend910B2C"), _a2_a3(NPUArch.A2, 24)),
+    **dict.fromkeys(("Ascend910B3", "Ascend910B4"), _a2_a3(NPUArch.A2, 20)),
+    **dict.fromkeys(("Ascend910_9362", "Ascend910_9372"), _a2_a3(NPUArch.A3, 20)),
     "Ascend910_9381": _a2_a3(NPUArch.A3, 24),
     "Ascend950PR_9589": _a5(32),
     "Ascend950PR_9599": _a5(36),

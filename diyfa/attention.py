@@ -68,12 +68,7 @@ def packed_lengths(
 
 
 def checked_options(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: Lengths,
-    options: dict[str, Any],
-    words: Words = WORDS,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: dict[str, Any], words: Words = WORDS
 ) -> AttentionOptions:
     """Check every argument of one call and fill in the defaults.
 
@@ -238,13 +233,9 @@ def attend(
 
 
 def _attend_dtensors(
-    owners: dict[str, Any],
-    lengths: Lengths,
-    returns_lse: bool,
-    arguments: dict[str, Any],
-    words: Words,
-    weights: Callable[..., torch.Tensor] | None,
-) -> Any:
+    owners: dict[str, Any], lengths: Lengths, returns_lse: bool, arguments: dict[str, Any],
+    words: Words, weights: Callable[..., torch.Tensor] | None,
+) -> Any:  # fmt: skip
     """Run a call of DTensors: `attend` of each rank's shards."""
     from diyfa.distributed.dtensor import attend_with_shards
 
@@ -255,14 +246,9 @@ def _attend_dtensors(
 
 
 def _attend_quantized(
-    owners: dict[str, Any],
-    lengths: Lengths,
-    returns_lse: bool,
-    arguments: dict[str, Any],
-    given: dict[str, Any],
-    words: Words,
-    weights: Callable[..., torch.Tensor] | None,
-) -> Any:
+    owners: dict[str, Any], lengths: Lengths, returns_lse: bool, arguments: dict[str, Any], given: dict[str, Any],
+    words: Words, weights: Callable[..., torch.Tensor] | None,
+) -> Any:  # fmt: skip
     """Run a call of which some tensors are `Quantized`: `attend` of their values, descales and means.
 
     Gradients that go straight through have their own path. `given`: mask and score function as the caller gave them;
@@ -302,13 +288,9 @@ def _gradient_dtype(
 
 
 def _attend_straight_through(
-    quantized: list[Quantized | None],
-    owners: dict[str, Any],
-    lengths: Lengths,
-    arguments: dict[str, Any],
-    words: Words,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    quantized: list[Quantized | None], owners: dict[str, Any], lengths: Lengths, arguments: dict[str, Any],
+    words: Words, dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Run a call of quantised tensors with gradients of the inputs that they were made from -> (out, lse).
 
     `quantized` and `owners` as for `_gradient_dtype`, which returns `dtype`.
@@ -350,36 +332,17 @@ def _refuse_over_cache(**arguments: object) -> None:
 
 @without_unknown
 def flash_attention(
-    q: Input,
-    k: Input,
-    v: Input,
-    causal: bool = False,
-    sm_scale: float | None = None,
+    q: Input, k: Input, v: Input, causal: bool = False, sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
-    *,
-    variant: str = "auto",
-    window: tuple[int, int] = UNBOUNDED,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    attn_bias: torch.Tensor | None = None,
-    mask: BlockMask | None = None,
-    score_fn: Any = None,
-    score_tensors: Sequence[torch.Tensor] = (),
-    score_grad_fn: Any = None,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    backend: str | None = None,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    k_mean: torch.Tensor | None = None,
-    v_mean: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    *, variant: str = "auto", window: tuple[int, int] = UNBOUNDED, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None, mask: BlockMask | None = None,
+    score_fn: Any = None, score_tensors: Sequence[torch.Tensor] = (), score_grad_fn: Any = None,
+    sinks: torch.Tensor | None = None, dropout_p: float = 0.0, rng_state: torch.Tensor | None = None,
+    deterministic: bool = False, return_lse: bool = False, backend: str | None = None,
+    q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None, v_mean: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
     **unknown: NoReturn,
-) -> Result:
+) -> Result:  # fmt: skip
     """Return softmax(q kᵀ · sm_scale) v without ever storing the (Sq, Sk) matrix.
 
     Args:
@@ -445,36 +408,17 @@ def flash_attention(
 
 @without_unknown
 def flash_attention_v2(
-    q: Input,
-    k: Input,
-    v: Input,
-    causal: bool = False,
-    sm_scale: float | None = None,
+    q: Input, k: Input, v: Input, causal: bool = False, sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
-    *,
-    variant: str = "auto",
-    window: tuple[int, int] = UNBOUNDED,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    attn_bias: torch.Tensor | None = None,
-    mask: BlockMask | None = None,
-    score_fn: Any = None,
-    score_tensors: Sequence[torch.Tensor] = (),
-    score_grad_fn: Any = None,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    backend: str | None = None,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    k_mean: torch.Tensor | None = None,
-    v_mean: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    *, variant: str = "auto", window: tuple[int, int] = UNBOUNDED, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None, mask: BlockMask | None = None,
+    score_fn: Any = None, score_tensors: Sequence[torch.Tensor] = (), score_grad_fn: Any = None,
+    sinks: torch.Tensor | None = None, dropout_p: float = 0.0, rng_state: torch.Tensor | None = None,
+    deterministic: bool = False, return_lse: bool = False, backend: str | None = None,
+    q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None, v_mean: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
     **unknown: NoReturn,
-) -> Result:
+) -> Result:  # fmt: skip
     """`flash_attention` for the layout (B, S, H, D) of q, k, v and the output.
 
     Everything else is equal; the log-sum-exp stays (B, H, Sq).
@@ -496,40 +440,17 @@ def flash_attention_v2(
 
 @without_unknown
 def flash_attention_varlen(
-    q: Input,
-    k: Input,
-    v: Input,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    *,
-    variant: str = "auto",
-    window: tuple[int, int] = UNBOUNDED,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    score_fn: Any = None,
-    score_tensors: Sequence[torch.Tensor] = (),
-    score_grad_fn: Any = None,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    backend: str | None = None,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    k_mean: torch.Tensor | None = None,
-    v_mean: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    block_table: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    **unknown: NoReturn,
-) -> Result:
+    q: Input, k: Input, v: Input, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, max_seqlen_q: int,
+    max_seqlen_k: int, causal: bool = False, sm_scale: float | None = None,
+    *, variant: str = "auto", window: tuple[int, int] = UNBOUNDED, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, score_fn: Any = None, score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None, sinks: torch.Tensor | None = None, dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None, deterministic: bool = False, return_lse: bool = False,
+    backend: str | None = None, q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None, k_mean: torch.Tensor | None = None, v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None, block_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None, out: torch.Tensor | None = None, **unknown: NoReturn,
+) -> Result:  # fmt: skip
     """`flash_attention` for sequences of different lengths packed one after another, without padding.
 
     With `block_table`, `seqused_k` or `out` the call is inference over a cache: there is no backward pass (the result
@@ -590,44 +511,19 @@ def flash_attention_varlen(
 
 @without_unknown
 def explain(
-    q: Input,
-    k: Input,
-    v: Input,
-    causal: bool = False,
-    sm_scale: float | None = None,
+    q: Input, k: Input, v: Input, causal: bool = False, sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
-    *,
-    layout: str = "bhsd",
-    variant: str = "auto",
-    window: tuple[int, int] = UNBOUNDED,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    attn_bias: torch.Tensor | None = None,
-    mask: BlockMask | None = None,
-    score_fn: Any = None,
-    score_tensors: Sequence[torch.Tensor] = (),
-    score_grad_fn: Any = None,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    backend: str | None = None,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    k_mean: torch.Tensor | None = None,
-    v_mean: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    block_table: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    *, layout: str = "bhsd", variant: str = "auto", window: tuple[int, int] = UNBOUNDED, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None, mask: BlockMask | None = None,
+    score_fn: Any = None, score_tensors: Sequence[torch.Tensor] = (), score_grad_fn: Any = None,
+    sinks: torch.Tensor | None = None, dropout_p: float = 0.0, rng_state: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0, deterministic: bool = False, return_lse: bool = False, backend: str | None = None,
+    q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None, v_mean: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    block_table: torch.Tensor | None = None, seqused_k: torch.Tensor | None = None, out: torch.Tensor | None = None,
     **unknown: NoReturn,
-) -> registry.Explanation:
+) -> registry.Explanation:  # fmt: skip
     """Return the backend, kernel and tile that `flash_attention` would run with these arguments, and why no others.
 
     If an input requires a gradient, `backward` of the result explains the backward pass. Nothing is launched. `layout`
@@ -648,11 +544,12 @@ def explain(
     validation.check_tensors(**owners)
     gradient_dtype = _gradient_dtype(quantized, owners, {"layout": layout, "attn_bias": attn_bias, "sinks": sinks})
     x, y, z = owners.values()  # tensors: the values of q, k and v where these are `Quantized`
-    if block_table is not None or seqused_k is not None or out is not None:
-        if layout != VARLEN:
-            raise ValueError(f"block_table, seqused_k and out belong to the layout 'thd', got {layout!r}")
-        if seq_lens is not None or attn_bias is not None or mask is not None:
-            raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
+    is_over_cache = not (block_table is seqused_k is out is None)
+    if is_over_cache and layout != VARLEN:
+        raise ValueError(f"block_table, seqused_k and out belong to the layout 'thd', got {layout!r}")
+    if layout == VARLEN and not (seq_lens is attn_bias is mask is None):
+        raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
+    if is_over_cache:
         _refuse_over_cache(**eight_bits, out_dtype=out_dtype)
         validation.check_no_score_function(score_fn, score_tensors, score_grad_fn)
         return explain_packed(x, y, z, {
@@ -664,17 +561,14 @@ def explain(
             "sinks": sinks, "dropout_p": dropout_p, "backend": backend, "out": out, "scale_name": "sm_scale",
             "num_splits": 0,
         })  # fmt: skip
+    x, y, z = autocast(x, y, z)
     if layout == VARLEN:
         if cu_seqlens_q is None or cu_seqlens_k is None:
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k")
-        if seq_lens is not None or attn_bias is not None or mask is not None:
-            raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
-        x, y, z = autocast(x, y, z)
         lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     else:
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
-        x, y, z = autocast(x, y, z)
         if layout == "bhsd":
             x, y, z = _as_4d(x, y, z, seq_lens)
         lengths = Lengths(seq_lens=seq_lens)
@@ -699,9 +593,7 @@ def explain(
         x, y, z = (torch.empty_like(tensor, dtype=gradient_dtype) for tensor in (x, y, z))
         trained = _explain_checked(x, y, z, lengths, ops.options_in_16_bits(options), backend or "")
         explained = replace(explained, backward=trained.backward)
-    if mask is None or mask.blocks.is_meta:
-        return explained
-    return replace(explained, mask=mask.summary())
+    return explained if mask is None or mask.blocks.is_meta else replace(explained, mask=mask.summary())
 
 
 def _explain_checked(

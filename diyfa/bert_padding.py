@@ -10,13 +10,9 @@ import torch
 from diyfa.validation import check_tensors
 
 __all__ = [
-    "index_first_axis",
-    "index_first_axis_residual",
-    "index_put_first_axis",
-    "pad_input",
-    "unpad_input",
+    "index_first_axis", "index_first_axis_residual", "index_put_first_axis", "pad_input", "unpad_input",
     "unpad_input_for_concatenated_sequences",
-]
+]  # fmt: skip
 
 Unpadded = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
 
@@ -41,9 +37,8 @@ def _check_mask(hidden_states: torch.Tensor, mask: torch.Tensor, name: str) -> N
     if mask.device != hidden_states.device:
         raise ValueError(f"{name} is on {mask.device}, hidden_states on {hidden_states.device}")
     if mask.dim() != 2 or mask.shape != hidden_states.shape[:2]:
-        raise ValueError(
-            f"{name} must have shape (batch, seqlen) = {tuple(hidden_states.shape[:2])}, got {tuple(mask.shape)}"
-        )
+        expected = tuple(hidden_states.shape[:2])
+        raise ValueError(f"{name} must have shape (batch, seqlen) = {expected}, got {tuple(mask.shape)}")
 
 
 def _cumulative(lengths: torch.Tensor) -> torch.Tensor:

@@ -187,21 +187,13 @@ def check_hopper_features() -> dict[str, Any]:
 
     Keys: tma_available, fp8_available, wgmma_available (bool), arch (such as "sm_90"), compute_capability.
     """
-    if not _cuda_usable():
-        return {
-            "tma_available": False,
-            "fp8_available": False,
-            "wgmma_available": False,
-            "arch": GPUArch.UNKNOWN.value,
-            "compute_capability": (0, 0),
-        }
-    gpu = detect_gpu(torch.cuda.current_device())
+    gpu = detect_gpu(torch.cuda.current_device()) if _cuda_usable() else None
     return {
-        "tma_available": gpu.has_tma,
-        "fp8_available": gpu.has_fp8,
-        "wgmma_available": gpu.has_warpgroup_mma,
-        "arch": gpu.arch.value,
-        "compute_capability": gpu.compute_capability,
+        "tma_available": gpu is not None and gpu.has_tma,
+        "fp8_available": gpu is not None and gpu.has_fp8,
+        "wgmma_available": gpu is not None and gpu.has_warpgroup_mma,
+        "arch": GPUArch.UNKNOWN.value if gpu is None else gpu.arch.value,
+        "compute_capability": (0, 0) if gpu is None else gpu.compute_capability,
     }
 
 
@@ -212,26 +204,27 @@ def supports_fp8() -> bool:
 
 def describe(device: GPUCapabilities | NPUCapabilities) -> list[tuple[str, str]]:
     """Return readable (label, value) pairs of one device."""
+    pairs = [
+        ("name", device.name),
+        ("architecture", f"{device.arch.name} ({device.arch.value})"),
+        ("memory", f"{device.total_memory_gb:.1f} GiB"),
+    ]
     if isinstance(device, GPUCapabilities):
         major, minor = device.compute_capability
         return [
-            ("name", device.name),
-            ("architecture", f"{device.arch.name} ({device.arch.value})"),
+            *pairs,
             ("compute capability", f"{major}.{minor}"),
             ("SMs", str(device.num_sms)),
             ("shared memory per SM", f"{device.sram_per_sm // 1024} KiB"),
-            ("memory", f"{device.total_memory_gb:.1f} GiB"),
             ("TMA", "yes" if device.has_tma else "no"),
             ("FP8", "yes" if device.has_fp8 else "no"),
             ("warpgroup MMA", "yes" if device.has_warpgroup_mma else "no"),
         ]
     return [
-        ("name", device.name),
-        ("architecture", f"{device.arch.name} ({device.arch.value})"),
+        *pairs,
         ("cube / vector cores", f"{device.cube_cores} / {device.vector_cores}"),
         ("UB / L1", f"{device.ub // 1024} / {device.l1 // 1024} KiB"),
         ("L0A / L0B / L0C", f"{device.l0a // 1024} / {device.l0b // 1024} / {device.l0c // 1024} KiB"),
-        ("memory", f"{device.total_memory_gb:.1f} GiB"),
     ]
 
 

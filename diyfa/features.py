@@ -33,35 +33,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
-def _contiguous(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` or a contiguous copy: kernels read small vectors by plain index, and strided ones are rare."""
-    return x.contiguous()
-
-
-def _sequences(cu_seqlens: torch.Tensor | None) -> int:
-    return 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-
 def _is_given(value: torch.Tensor | None) -> bool:
     return value is not None
-
-
-def _dtype_name(value: torch.Tensor | None) -> str:
-    return "" if value is None else dtype_name(value.dtype)
 
 
 def _descale_kind(descale: torch.Tensor | None) -> int:
     if descale is None:
         return 0
     return PER_TENSOR if descale.numel() == 1 else PER_HEAD if descale.dim() == 2 else PER_BLOCK
-
-
-def _has_origins(rng_state: torch.Tensor | None) -> bool:
-    return rng_state is not None and rng_state.shape[0] > 2
-
-
-def _is_positive(value: float) -> bool:
-    return value > 0
 
 
 @dataclass(frozen=True)
@@ -230,11 +209,12 @@ SCORE_EXAMPLE = """def relative(score, b, h, i, j, t0):
     v12 = where(v11, -inf, v7)
     return v12"""
 _FLOAT32, _INT32, _INT64 = (torch.float32,), (torch.int32,), (torch.int64,)
+CONTIGUOUS = torch.Tensor.contiguous  # kernels read small vectors by plain index, and strided ones are rare
 # The order is that of the schema, tensors first.
 FEATURES = (
     Feature(
-        "cu_seqlens_q", "Tensor?", "batch", _sequences, _INT32, "int32", Shape(("n",)),
-        refusal_name="varlen", is_present=lambda problem: problem.varlen,
+        "cu_seqlens_q", "Tensor?", "batch", lambda x: 0 if x is None else x.shape[0] - 1, _INT32, "int32",
+        Shape(("n",)), refusal_name="varlen", is_present=lambda problem: problem.varlen,
         label="packed sequences", example={"layout": "thd", "total_q": 4096, "total_k": 4096},
     ),
     Feature(
@@ -242,46 +222,47 @@ FEATURES = (
     ),
     Feature(
         "seq_lens", "Tensor?", "seq_lens", _is_given, _INT32, "int32", Shape(("b",)),
-        prepared=_contiguous, refusal_name="seq_lens", label="seq_lens", example={"seq_lens": True},
+        prepared=CONTIGUOUS, refusal_name="seq_lens", label="seq_lens", example={"seq_lens": True},
     ),
     Feature(
         "alibi_slopes", "Tensor?", "alibi", _is_given, _FLOAT32, "float32", Shape(("h", "bh")),
-        prepared=_contiguous, refusal_name="alibi", adjusts=True, label="ALiBi", example={"alibi": True},
+        prepared=CONTIGUOUS, refusal_name="alibi", adjusts=True, label="ALiBi", example={"alibi": True},
         case={"alibi": "h"},
     ),
     Feature(
-        "attn_bias", "Tensor?", "bias", _dtype_name, ATTENTION_DTYPES, "a floating-point tensor of 16, 32 or 64 bits",
+        "attn_bias", "Tensor?", "bias", lambda x: "" if x is None else dtype_name(x.dtype), ATTENTION_DTYPES,
+        "a floating-point tensor of 16, 32 or 64 bits",
         Broadcast(("bhqk",)), gradient="dbias", gradient_if="bias_grad",
         refusal_name="attn_bias", adjusts=True, label="attn_bias", example={"bias": "float32"}, case={"bias": "1hqk"},
     ),
     Feature(
         "sinks", "Tensor?", "sinks", _is_given, _FLOAT32, "float32", Shape(("h",)),
-        gradient="dsinks", prepared=_contiguous, refusal_name="sinks", label="sinks", example={"sinks": True},
+        gradient="dsinks", prepared=CONTIGUOUS, refusal_name="sinks", label="sinks", example={"sinks": True},
         case={"sinks": True},
     ),
     Feature(
-        "rng_state", "Tensor?", "dropout_origins", _has_origins, _INT64, "int64", State(("2", "o")),
-        is_present=lambda problem: problem.dropout,
+        "rng_state", "Tensor?", "dropout_origins", lambda x: x is not None and x.shape[0] > 2, _INT64, "int64",
+        State(("2", "o")), is_present=lambda problem: problem.dropout,
     ),
     Feature(
         "q_descale", "Tensor?", "q_descale", _descale_kind, _FLOAT32, "float32", Descale(("bg", "bhx")),
-        prepared=_contiguous,
+        prepared=CONTIGUOUS,
     ),
     Feature(
         "k_descale", "Tensor?", "k_descale", _descale_kind, _FLOAT32, "float32", Descale(("bg", "bgy")),
-        prepared=_contiguous,
+        prepared=CONTIGUOUS,
     ),
     Feature(
-        "v_descale", "Tensor?", "v_descale", _descale_kind, _FLOAT32, "float32", Descale(("bg",)), prepared=_contiguous,
+        "v_descale", "Tensor?", "v_descale", _descale_kind, _FLOAT32, "float32", Descale(("bg",)), prepared=CONTIGUOUS,
     ),
-    Feature("k_mean", "Tensor?", "k_mean", _is_given, _FLOAT32, "float32", Shape(("bgd",)), prepared=_contiguous),
-    Feature("v_mean", "Tensor?", "v_mean", _is_given, _FLOAT32, "float32", Shape(("bge",)), prepared=_contiguous),
+    Feature("k_mean", "Tensor?", "k_mean", _is_given, _FLOAT32, "float32", Shape(("bgd",)), prepared=CONTIGUOUS),
+    Feature("v_mean", "Tensor?", "v_mean", _is_given, _FLOAT32, "float32", Shape(("bge",)), prepared=CONTIGUOUS),
     Feature(
-        "mask_blocks", "Tensor?", "", None, _INT32, "int32", BlockLists(()), prepared=_contiguous,
+        "mask_blocks", "Tensor?", "", None, _INT32, "int32", BlockLists(()), prepared=CONTIGUOUS,
         is_present=lambda problem: bool(problem.mask),
     ),
     Feature(
-        "mask_bits", "Tensor?", "mask", block_of, _INT32, "int32", BlockBits(()), prepared=_contiguous,
+        "mask_bits", "Tensor?", "mask", block_of, _INT32, "int32", BlockBits(()), prepared=CONTIGUOUS,
         refusal_name="mask", label="block mask", example={"mask": (128, 128)},
     ),
     *map(_captured_tensor, range(MAX_TENSORS)),
@@ -302,7 +283,7 @@ FEATURES = (
         case={"softcap": 5.0},
     ),
     Feature(
-        "dropout_p", "float", "dropout", _is_positive, refusal_name="dropout", label="dropout",
+        "dropout_p", "float", "dropout", lambda p: p > 0, refusal_name="dropout", label="dropout",
         example={"dropout": True}, case={"dropout_p": 0.2},
     ),
     Feature(

@@ -18,19 +18,23 @@ from torch.utils.flop_counter import register_flop_formula
 
 from diyfa.block_lists import block_of, visible_area
 from diyfa.kvcache_ops import sequence_capacity, unpack_call
-from diyfa.options import AttentionOptions, Lengths, unpack
+from diyfa.options import NAMES, AttentionOptions, Lengths, unpack
 from diyfa.problem import LAYOUTS, VARLEN
+
+
+def _is_known(x: Any) -> bool:
+    """Return whether the host can know the values of a tensor."""
+    return type(x) is torch.Tensor and not x.is_meta
 
 
 def _values(x: torch.Tensor, otherwise: int) -> list[int]:
     """Return the values of a vector of lengths, or as many of `otherwise` if the host cannot know them."""
-    return [otherwise] * x.shape[0] if type(x) is not torch.Tensor or x.is_meta else x.tolist()
+    return x.tolist() if _is_known(x) else [otherwise] * x.shape[0]
 
 
 def _lengths_between(offsets: torch.Tensor, longest: int) -> list[int]:
     """Return the lengths of the sequences between these offsets, `longest` for each if the host cannot know them."""
-    unknown = type(offsets) is not torch.Tensor or offsets.is_meta
-    return [longest] * (offsets.shape[0] - 1) if unknown else offsets.diff().tolist()
+    return offsets.diff().tolist() if _is_known(offsets) else [longest] * (offsets.shape[0] - 1)
 
 
 def _pairs(q_shape: Sequence[int], k_shape: Sequence[int], lengths: Lengths, layout: str) -> int:
@@ -49,16 +53,13 @@ def _pairs(q_shape: Sequence[int], k_shape: Sequence[int], lengths: Lengths, lay
 
 def _all_pairs(q_shape: Sequence[int], k_shape: Sequence[int], lengths: Lengths, options: AttentionOptions) -> int:
     """Count the pairs of all heads, those in empty blocks of a block mask left out if the host can know them."""
-    layout, blocks, heads = options.layout, options.mask_blocks, _heads(q_shape, options.layout)
-    if blocks is None or type(blocks) is not torch.Tensor or blocks.is_meta or lengths.seq_lens is not None:
+    layout, blocks = options.layout, options.mask_blocks
+    heads = q_shape[-2] if layout == VARLEN else q_shape[LAYOUTS[layout][1]]
+    if blocks is None or not _is_known(blocks) or lengths.seq_lens is not None:
         return heads * _pairs(q_shape, k_shape, lengths, layout)
     batch, _, seqlen, _ = LAYOUTS[layout]
     area = visible_area(blocks, block_of(options.mask_bits), q_shape[seqlen], k_shape[seqlen])
     return int(area.expand(q_shape[batch], heads).sum())
-
-
-def _heads(q_shape: Sequence[int], layout: str) -> int:
-    return q_shape[-2] if layout == VARLEN else q_shape[LAYOUTS[layout][1]]
 
 
 @register_flop_formula(torch.ops.diyfa.attention_fwd, get_raw=True)
@@ -72,23 +73,12 @@ def attention_fwd_flop(q: Any, k: Any, v: Any, packing: str, *features: Any, out
     return 2 * _all_pairs(q_shape, k_shape, lengths, options) * dims
 
 
-def _backward(q: Any, k: Any, v: Any, features: Sequence[Any]) -> int:
-    """Count q kᵀ, dout vᵀ, and the products for dq, dk and dv."""
-    lengths, options = unpack(features)
+@register_flop_formula([torch.ops.diyfa.attention_bwd, torch.ops.diyfa.attention_bwd_out], get_raw=True)
+def attention_bwd_flop(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any, out_val: Any = None) -> int:
+    """Count q kᵀ, dout vᵀ, and the products for dq, dk and dv. q, k and v are views if the caller packed them."""
+    lengths, options = unpack(rest[-len(NAMES) :])
     dims = 3 * q.shape[-1] + 2 * v.shape[-1]
     return 2 * _all_pairs(q.shape, k.shape, lengths, options) * dims
-
-
-@register_flop_formula(torch.ops.diyfa.attention_bwd, get_raw=True)
-def attention_bwd_flop(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any, out_val: Any = None) -> int:
-    _, _, _, *features = rest  # out, lse and packing: q, k and v are views
-    return _backward(q, k, v, features)
-
-
-@register_flop_formula(torch.ops.diyfa.attention_bwd_out, get_raw=True)
-def attention_bwd_out_flop(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any, out_val: Any = None) -> int:
-    _, _, _, _, _, _, *features = rest  # out, lse, dq, dk, dv and delta
-    return _backward(q, k, v, features)
 
 
 @register_flop_formula(torch.ops.diyfa.kvcache_fwd, get_raw=True)
@@ -115,15 +105,9 @@ def kvcache_fwd_out_flop(out: Any, *call: Any, out_val: Any = None) -> int:
     return kvcache_fwd_flop(*call)
 
 
-@register_flop_formula(torch.ops.diyfa.kvcache_append, get_raw=True)
-def kvcache_append_flop(*call: Any, out_val: Any = None) -> int:
-    """Return 0: the operator writes and rotates, without products."""
-    return 0
-
-
-@register_flop_formula(torch.ops.diyfa.kvcache_bwd, get_raw=True)
-def kvcache_bwd_flop(*call: Any, out_val: Any = None) -> int:
-    """Return 0: the operator raises an error."""
+@register_flop_formula([torch.ops.diyfa.kvcache_append, torch.ops.diyfa.kvcache_bwd], get_raw=True)
+def no_flop(*call: Any, out_val: Any = None) -> int:
+    """Return 0: the first operator writes and rotates, without products. The second raises an error."""
     return 0
 
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:  # importing these takes longer than the rest of this module
     from types import ModuleType
 
 
-class _Waiting:
+class _ImportHook:
     """A finder of `sys.meta_path` that calls `register` once somebody has imported the module `name`."""
 
-    def __init__(self, name: str, register: Callable[[], None]) -> None:
+    def __init__(self, name: str, register: Callable[[], object]) -> None:
         self.name, self.register = name, register
 
     def find_spec(
@@ -46,12 +46,12 @@ class _Waiting:
         return spec
 
 
-def when_imported(name: str, register: Callable[[], None]) -> None:
+def when_imported(name: str, register: Callable[[], object]) -> None:
     """Call `register` now if the module `name` has been imported, else as soon as somebody imports it."""
     if name in sys.modules:
         register()
     else:
-        sys.meta_path.insert(0, _Waiting(name, register))
+        sys.meta_path.insert(0, _ImportHook(name, register))
 
 
 def _define_on_look_up() -> None:
@@ -75,11 +75,7 @@ def _define_on_look_up() -> None:
     namespace.__class__ = type(plain.__name__, (plain,), {"__getattr__": look_up, "__module__": plain.__module__})
 
 
-def _define_flop_formulas() -> None:
-    import_module("diyfa.flops")
-
-
 def register() -> None:
     """Register the operators and the FLOP formulas, each once its module of PyTorch has been imported."""
     when_imported("torch", _define_on_look_up)
-    when_imported("torch.utils.flop_counter", _define_flop_formulas)
+    when_imported("torch.utils.flop_counter", lambda: import_module("diyfa.flops"))

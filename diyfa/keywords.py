@@ -17,36 +17,25 @@ BOOLEAN_MASK = "of a boolean mask, True where a key is seen: torch.zeros(mask.sh
 BOTTOM_RIGHT = "aligned to the bottom right, PyTorch's to the top left"
 # Name elsewhere -> (diyfa's names, of which each function has at most one; a note for the message).
 ELSEWHERE: dict[str, tuple[tuple[str, ...], str]] = {
-    "query": (("q",), ""),
-    "key": (("k",), ""),
-    "value": (("v",), ""),
-    "attn_mask": (("attn_bias",), f"added to the scores; {BOOLEAN_MASK}"),
-    "attention_mask": (("attn_bias",), f"added to the scores; {BOOLEAN_MASK}"),
-    "mask": (("attn_bias",), f"added to the scores; {BOOLEAN_MASK}"),
+    "query": (("q",), ""), "key": (("k",), ""), "value": (("v",), ""), "bias": (("attn_bias",), ""),
+    **dict.fromkeys(
+        ("attn_mask", "attention_mask", "mask"), (("attn_bias",), f"added to the scores; {BOOLEAN_MASK}")
+    ),
     "block_mask": (("mask",), "FlexAttention's becomes one by diyfa.BlockMask.from_flex"),
-    "bias": (("attn_bias",), ""),
-    "is_causal": (("causal",), BOTTOM_RIGHT),
-    "causal_mask": (("causal",), BOTTOM_RIGHT),
-    "scale": (("sm_scale", "softmax_scale"), ""),
-    "scaling": (("sm_scale", "softmax_scale"), ""),
-    "softmax_scale": (("sm_scale",), ""),
-    "sm_scale": (("softmax_scale",), ""),
-    "dropout": (("dropout_p",), ""),
+    **dict.fromkeys(("is_causal", "causal_mask"), (("causal",), BOTTOM_RIGHT)),
+    **dict.fromkeys(("scale", "scaling"), (("sm_scale", "softmax_scale"), "")),
+    "softmax_scale": (("sm_scale",), ""), "sm_scale": (("softmax_scale",), ""), "dropout": (("dropout_p",), ""),
     "window_size": (("window",), "(left, right), -1 is unbounded"),
     "window": (("window_size",), "(left, right), -1 is unbounded"),
     "sliding_window": (("window", "window_size"), "(left, right): of n keys (n - 1, 0)"),
-    "logits_soft_cap": (("softcap",), ""),
-    "soft_cap": (("softcap",), ""),
-    "s_aux": (("sinks",), ""),
-    "learnable_sink": (("sinks",), ""),
-    "alibi_bias": (("alibi_slopes",), ""),
+    **dict.fromkeys(("logits_soft_cap", "soft_cap"), (("softcap",), "")),
+    **dict.fromkeys(("s_aux", "learnable_sink"), (("sinks",), "")), "alibi_bias": (("alibi_slopes",), ""),
     "return_lse": (("return_softmax_lse", "return_attn_probs"), ""),
     "return_softmax_lse": (("return_lse", "return_attn_probs"), ""),
     "return_attn_probs": (("return_lse", "return_softmax_lse"), ""),
-    "page_table": (("block_table",), ""),
-    "block_tables": (("block_table",), ""),
+    **dict.fromkeys(("page_table", "block_tables"), (("block_table",), "")),
     "enable_gqa": ((), "k and v may have fewer heads than q without it"),
-}
+}  # fmt: skip
 
 
 def without_unknown(function: Function) -> Function:
@@ -62,10 +51,10 @@ def refuse_unknown(function: Callable[..., Any], unknown: dict[str, Any]) -> NoR
     name = next(iter(unknown))
     arguments = inspect.signature(function).parameters
     names, note = ELSEWHERE.get(name, ((), ""))
-    here = next((each for each in names if each in arguments), None)
+    equivalent = next((each for each in names if each in arguments), None)
     message = f"{function.__name__}() got an unexpected keyword argument {name!r}"
-    if here is not None:
-        message += f": here it is {here}=" + (f", {note}" if note else "")
+    if equivalent is not None:
+        message += f": here it is {equivalent}=" + (f", {note}" if note else "")
     elif note and not names:
         message += f": {note}"
     elif near := get_close_matches(name, arguments):

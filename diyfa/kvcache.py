@@ -89,13 +89,6 @@ def _shape(x: torch.Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def _check_stride(**tensors: torch.Tensor) -> None:
-    """Check that the last dimension has stride 1."""
-    for name, x in tensors.items():
-        if x.stride(-1) != 1 and x.shape[-1] != 1 and x.numel():
-            raise ValueError(f"the last dimension of {name} must have stride 1, got strides {x.stride()}")
-
-
 def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, names: tuple[str, str, str]) -> None:
     """Check q (…, H, D), k (…, Hk, D), v (…, Hk, Dv): k and v have q's dtype or float8 and equal other sizes."""
     q_name, k_name, v_name = names
@@ -109,12 +102,6 @@ def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
             f"{k_name} and {v_name} must both be {q.dtype} as {q_name} is, or {FLOAT8}, got {k_cache.dtype} and "
             f"{v_cache.dtype}"
         )
-    if not 1 <= q.shape[-1] <= validation.MAX_HEAD_DIM:
-        raise ValueError(f"Unsupported head_dim: expected 1 to {validation.MAX_HEAD_DIM} for q and k, got {_shape(q)}")
-    if not 1 <= v_cache.shape[-1] <= validation.MAX_HEAD_DIM_V:
-        raise ValueError(
-            f"Unsupported head_dim: expected 1 to {validation.MAX_HEAD_DIM_V} for v, got {_shape(v_cache)}"
-        )
     if k_cache.shape[-1] != q.shape[-1]:
         raise ValueError(f"{q_name} and {k_name} must have the same head_dim, got {_shape(q)} and {_shape(k_cache)}")
     if v_cache.dim() != k_cache.dim() or v_cache.shape[:-1] != k_cache.shape[:-1]:
@@ -122,12 +109,8 @@ def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
             f"{k_name} and {v_name} must have the same shape but for the head_dim, got {_shape(k_cache)} and "
             f"{_shape(v_cache)}"
         )
-    heads, heads_kv = q.shape[-2], k_cache.shape[-2]
-    if heads == 0 or heads_kv == 0 or heads % heads_kv:
-        raise ValueError(
-            f"the query heads must be a positive multiple of the key/value heads, got {heads} and {heads_kv}"
-        )
-    _check_stride(**{q_name: q, k_name: k_cache, v_name: v_cache})
+    validation.check_heads(q.shape[-2], k_cache.shape[-2], q.shape[-1], v_cache.shape[-1])
+    validation.check_last_stride(**{q_name: q, k_name: k_cache, v_name: v_cache})
 
 
 def _check_not_expanded(**tensors: torch.Tensor) -> None:
@@ -155,7 +138,7 @@ def _check_optional(q: torch.Tensor, sizes: Sizes, optional: dict[str, Any]) -> 
         if problem := row.shape.refuses(x, sizes):
             raise ValueError(f"{name} must {problem}")
         if row.has_rows:
-            _check_stride(**{name: x})
+            validation.check_last_stride(**{name: x})
 
 
 def _check_new_keys(call: _Call, optional: dict[str, Any], capacity: int) -> int:
@@ -444,32 +427,16 @@ def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> A
 
 @without_unknown
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = UNBOUNDED,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: torch.Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-    *,
-    sinks: torch.Tensor | None = None,
-    k_descale: Descale = None,
-    v_descale: Descale = None,
-    out: torch.Tensor | None = None,
-    **unknown: NoReturn,
-) -> KVCacheResult:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0, return_softmax_lse: bool = False,
+    *, sinks: torch.Tensor | None = None, k_descale: Descale = None, v_descale: Descale = None,
+    out: torch.Tensor | None = None, **unknown: NoReturn,
+) -> KVCacheResult:  # fmt: skip
     """Attend new queries to a cache, to which new keys and values are appended first, in place.
 
     A sequence has n keys: `cache_seqlens` and the new ones. Its last query stands at its last key: query i sees keys

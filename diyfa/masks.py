@@ -16,14 +16,16 @@ steps.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from diyfa import block_lists, registry
-from diyfa.block_lists import BLOCK_SIZES, EMPTY, FULL, block_of, codes_of, n_blocks
+from diyfa.block_lists import BLOCK_SIZES, EMPTY, FULL, codes_of, n_blocks
 from diyfa.features import CAPTURED_DTYPES
 from diyfa.mask_terms import UNBOUNDED, Comparison, Terms, combined, fits, terms_of, with_terms
 from diyfa.score_functions import captured_tensors, function_name, is_jit_function, mask_dtype, mask_program, run_mask
@@ -50,8 +52,7 @@ class BlockMask:
 
     @property
     def block_size(self) -> tuple[int, int]:
-        block_q, block_k = block_of(self.bits)
-        return block_q, block_k
+        return self.bits.shape[1], self.bits.shape[2] * block_lists.WORD
 
     @property
     def device(self) -> torch.device:
@@ -71,8 +72,7 @@ class BlockMask:
 
     def to_dense(self) -> torch.Tensor:
         """Return the mask as booleans (B, H, Sq, Sk), True where a query sees a key."""
-        _, _, seqlen_q, seqlen_k = self.shape
-        sizes = seqlen_q, seqlen_k
+        sizes = seqlen_q, seqlen_k = self.shape[2:]
         return block_lists.visible_pairs(self.blocks, self.bits, sizes, slice(0, seqlen_q), slice(0, seqlen_k))
 
     def to(self, device: torch.device | str) -> BlockMask:
@@ -171,10 +171,8 @@ class BlockMask:
 
     def __repr__(self) -> str:
         batch, heads, seqlen_q, seqlen_k = self.shape
-        text = f"BlockMask(B={batch}, H={heads}, Sq={seqlen_q}, Sk={seqlen_k}, block_size={self.block_size}"
-        if self.blocks.is_meta:
-            return text + ")"
-        return f"{text}, {self.summary()}, device={str(self.device)!r})"
+        values = "" if self.blocks.is_meta else f", {self.summary()}, device={str(self.device)!r}"
+        return f"BlockMask(B={batch}, H={heads}, Sq={seqlen_q}, Sk={seqlen_k}, block_size={self.block_size}{values})"
 
     def summary(self) -> str:
         """Return density and numbers of blocks by kind as text. This waits for the device."""
@@ -281,16 +279,10 @@ def _from_jit_function(function: Any, tensors: Any, device: torch.device) -> Mas
 
 
 def block_mask(
-    mask_fn: MaskFunction,
-    B: int | None,
-    H: int | None,
-    Sq: int,
-    Sk: int,
-    *,
-    block_size: int | tuple[int, int] = 128,
-    device: torch.device | str | None = None,
+    mask_fn: MaskFunction, B: int | None, H: int | None, Sq: int, Sk: int,
+    *, block_size: int | tuple[int, int] = 128, device: torch.device | str | None = None,
     mask_tensors: Sequence[torch.Tensor] = (),
-) -> BlockMask:
+) -> BlockMask:  # fmt: skip
     """Return the `BlockMask` of a mask function, for scores (B, H, Sq, Sk).
 
     Args:
@@ -315,17 +307,12 @@ def block_mask(
     elif tuple(mask_tensors):
         raise ValueError("mask_tensors belong to a jit function; a Python function of PyTorch tensors uses its own")
     if not callable(mask_fn):
-        hint = ""
-        if isinstance(mask_fn, torch.Tensor):
-            hint = "; a boolean tensor becomes a mask by BlockMask.from_dense"
+        is_tensor = isinstance(mask_fn, torch.Tensor)
+        hint = "; a boolean tensor becomes a mask by BlockMask.from_dense" if is_tensor else ""
         raise TypeError(f"mask_fn must be a function of b, h, i, j, got {type(mask_fn).__name__}{hint}")
-    sizes = {"B": 1 if B is None else B, "H": 1 if H is None else H, "Sq": Sq, "Sk": Sk}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name} must be an integer, got {type(size).__name__}")
-        if size < (1 if name in "BH" else 0):
-            raise ValueError(f"{name} must be {'positive' if name in 'BH' else 'at least 0'}, got {size}")
-    batch, heads, seqlen_q, seqlen_k = sizes.values()
+    batch, heads, seqlen_q, seqlen_k = 1 if B is None else B, 1 if H is None else H, Sq, Sk
+    check_integers(1, B=batch, H=heads)
+    check_integers(0, Sq=Sq, Sk=Sk)
     b = torch.arange(batch, device=mask_device)[:, None, None, None]
     h = torch.arange(heads, device=mask_device)[:, None, None]
     j = torch.arange(seqlen_k, device=mask_device)
@@ -338,9 +325,7 @@ def block_mask(
             got = f"a tensor of {keep.dtype}" if isinstance(keep, torch.Tensor) else type(keep).__name__
             raise TypeError(f"mask_fn must return a boolean tensor, True where the query sees the key, got {got}")
         if keep.device != mask_device:
-            raise ValueError(
-                f"mask_fn must return a tensor on {mask_device}, as block_mask(device=) says, got {keep.device}"
-            )
+            raise ValueError(f"mask_fn must return a tensor on {mask_device}, block_mask's device, got {keep.device}")
         try:
             return keep.expand(full)
         except RuntimeError:
@@ -358,29 +343,15 @@ def block_mask(
 
 def all_of(*functions: MaskFunction) -> MaskFunction:
     """Return the mask in which a query sees the keys that it sees in all of these masks."""
-
-    def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        keep = functions[0](b, h, i, j)
-        for function in functions[1:]:
-            keep = keep & function(b, h, i, j)
-        return keep
-
-    return combined(_checked("all_of", functions, mask), functions, is_all=True)
+    return _joined("all_of", functions, operator.and_)
 
 
 def any_of(*functions: MaskFunction) -> MaskFunction:
     """Return the mask in which a query sees the keys that it sees in at least one of these masks."""
-
-    def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        keep = functions[0](b, h, i, j)
-        for function in functions[1:]:
-            keep = keep | function(b, h, i, j)
-        return keep
-
-    return combined(_checked("any_of", functions, mask), functions, is_all=False)
+    return _joined("any_of", functions, operator.or_)
 
 
-def _checked(name: str, functions: Sequence[Any], mask: MaskFunction) -> MaskFunction:
+def _joined(name: str, functions: Sequence[Any], join: Callable[[Any, Any], Any]) -> MaskFunction:
     if not functions or not all(callable(function) for function in functions):
         raise TypeError(f"{name} takes one mask function or more, got {functions!r}")
     if any(map(is_jit_function, functions)):
@@ -388,15 +359,20 @@ def _checked(name: str, functions: Sequence[Any], mask: MaskFunction) -> MaskFun
             f"{name} takes mask functions of PyTorch tensors, got a jit function: combine masks by & and | inside of "
             "one jit function"
         )
-    return mask
+
+    def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(join, [function(b, h, i, j) for function in functions])
+
+    return combined(mask, functions, is_all=join is operator.and_)
 
 
-def _positive(**numbers: int) -> None:
+def check_integers(least: int, **numbers: object) -> None:
+    """Check that every argument is an integer of at least `least`, which is 0 or 1."""
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"{name} must be an integer, got {type(number).__name__}")
-        if number < 1:
-            raise ValueError(f"{name} must be positive, got {number}")
+        if number < least:
+            raise ValueError(f"{name} must be {'positive' if least else 'at least 0'}, got {number}")
 
 
 def _described(x: Any) -> str:
@@ -421,8 +397,7 @@ _causal = causal  # for functions that have an argument called `causal`
 
 def sliding_window(left: int, right: int = 0) -> MaskFunction:
     """Return the mask in which a query sees `left` keys before its position, its own, and `right` keys after it."""
-    if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in (left, right)):
-        raise ValueError(f"left and right must be integers of at least 0, got {left!r} and {right!r}")
+    check_integers(0, left=left, right=right)
     return with_terms(lambda b, h, i, j: (j >= i - left) & (j <= i + right), "band", left, right)
 
 
@@ -452,14 +427,13 @@ def prefix_lm(lengths: int | torch.Tensor) -> MaskFunction:
         _integers("lengths", lengths, 1)
         by_sample = with_terms(lambda b, h, i, j: j < lengths[b], "prefix", tensors=(lengths,))
         return any_of(by_sample, _causal)
-    if isinstance(lengths, bool) or not isinstance(lengths, int):
-        raise TypeError(f"lengths must be an integer or a tensor of integers, got {type(lengths).__name__}")
+    check_integers(0, lengths=lengths)
     return any_of(with_terms(lambda b, h, i, j: j < lengths, "before", lengths), _causal)
 
 
 def first_keys(count: int) -> MaskFunction:
     """Return the mask in which all queries see the first `count` keys, as in `any_of(first_keys(4), causal)`."""
-    _positive(count=count)
+    check_integers(1, count=count)
     return with_terms(lambda b, h, i, j: j < count, "before", count)
 
 
@@ -497,7 +471,7 @@ def block_diffusion(length: int, block: int) -> MaskFunction:
     The noised tokens stand before the clean ones. A noised token sees its block of noised tokens and the clean tokens
     of earlier blocks. A clean token sees the clean tokens of its block and of earlier ones.
     """
-    _positive(length=length, block=block)
+    check_integers(1, length=length, block=block)
 
     def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         block_i, block_j = i % length // block, j % length // block
@@ -514,7 +488,7 @@ def _grid(name: str, shape: Sequence[int], tile: Sequence[int], window: Sequence
     if not len(shape) == len(tile) == len(window) > 0:
         raise ValueError(f"{name} takes one number for each axis, got shape {shape}, tile {tile}, window {window}")
     for axis, (size, tile_size, width) in enumerate(zip(shape, tile, window, strict=True)):
-        _positive(shape=size, tile=tile_size, window=width)
+        check_integers(1, shape=size, tile=tile_size, window=width)
         if size % tile_size:
             raise ValueError(f"tile must divide shape, got {tile_size} and {size} along axis {axis}")
     return shape, tile, window
@@ -597,7 +571,7 @@ def dilated(window: int, dilation: int, causal: bool = True) -> MaskFunction:
 
     Its own position is one of them. With `causal`, it sees none after its position.
     """
-    _positive(window=window, dilation=dilation)
+    check_integers(1, window=window, dilation=dilation)
 
     def mask(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         distance = i - j
@@ -618,8 +592,7 @@ def tree(parents: torch.Tensor, context: int = 0) -> MaskFunction:
         context: tokens before the drafts.
     """
     _integers("parents", parents, 1)
-    if isinstance(context, bool) or not isinstance(context, int) or context < 0:
-        raise ValueError(f"context must be an integer of at least 0, got {context!r}")
+    check_integers(0, context=context)
     count = parents.shape[0]
     # Row n of `closure` is the set of n and its ancestors. Each product doubles the distance that it covers. Index
     # `count` is the parent of roots. No token has it.

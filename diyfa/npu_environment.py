@@ -52,7 +52,10 @@ class Finding:
     part: str
     found: str  # version and folder, or "not found"
     verdict: str  # FINE, UNTESTED or WRONG
-    remedy: str = ""  # why it is not fine, and what to do
+    remedy: str  # why it is not fine, and what to do; "" if it is
+
+
+Judgement = tuple[str, str, str]  # the fields of a Finding behind `part`
 
 
 def _versions() -> dict[str, str]:
@@ -129,90 +132,74 @@ def _installed(machine: Machine) -> list[str]:
     return [f"{version} in {name}" for name in folders if (version := _cann_in(name))]
 
 
-def _cann(machine: Machine) -> Finding:
-    home = _sourced(machine)
+def _cann(machine: Machine) -> Judgement:
+    home, needs = _sourced(machine), machine.triton_ascend.cann
     if home is None:
-        installed = _installed(machine)
-        if installed:
-            return Finding(
-                "CANN", "; ".join(installed), WRONG, "this shell does not use it: source set_env.sh (next line)"
-            )
-        return Finding(
-            "CANN",
-            "not found",
-            WRONG,
-            f"install CANN {machine.triton_ascend.cann} or later, toolkit and operators of your chip",
-        )
+        if installed := _installed(machine):
+            return "; ".join(installed), WRONG, "this shell does not use it: source set_env.sh (next line)"
+        return "not found", WRONG, f"install CANN {needs} or later, toolkit and operators of your chip"
     version = _cann_in(home)
     if version is None:
-        return Finding("CANN", f"unknown version in {home}", UNTESTED, "there is no ascend_toolkit_install.info in it")
-    if not release(version):
-        remedy = "its ascend_toolkit_install.info has no number of a release"
-        return Finding("CANN", f"{version} in {home}", UNTESTED, remedy)
+        return f"unknown version in {home}", UNTESTED, "there is no ascend_toolkit_install.info in it"
     text, torch_npu = f"{version} in {home}", machine.versions.get("torch_npu", "")
-    needed = machine.triton_ascend.cann
-    if release(version) < release(needed):
-        remedy = f"triton-ascend {machine.known_triton_ascend} is made for CANN {needed}: install that or a later one"
-        return Finding("CANN", text, WRONG, remedy)
+    if not release(version):
+        return text, UNTESTED, "its ascend_toolkit_install.info has no number of a release"
+    if release(version) < release(needs):
+        made_for = f"triton-ascend {machine.known_triton_ascend} is made for CANN {needs}"
+        return text, WRONG, f"{made_for}: install that or a later one"
     stack = documented_stack(torch_npu)
-    if stack and not stack.has_cann(version):
-        better = documented_stack(torch_npu_for(stack.torch, version) or "")
-        remedy = f"torch_npu {torch_npu} is documented for CANN {stack.cann}"
-        if better and better.has_cann(version):
-            remedy += f"; for this one it is torch_npu {better.torch_npu}"
-        return Finding("CANN", text, UNTESTED, remedy)
     if stack is None:
-        return Finding("CANN", text, UNTESTED, f"no CANN is documented for torch_npu {torch_npu or '(not installed)'}")
-    return Finding("CANN", text, FINE)
+        return text, UNTESTED, f"no CANN is documented for torch_npu {torch_npu or '(not installed)'}"
+    if stack.has_cann(version):
+        return text, FINE, ""
+    remedy = f"torch_npu {torch_npu} is documented for CANN {stack.cann}"
+    better = documented_stack(torch_npu_for(stack.torch, version) or "")
+    if better and better.has_cann(version):
+        remedy += f"; for this one it is torch_npu {better.torch_npu}"
+    return text, UNTESTED, remedy
 
 
-def _set_env(machine: Machine) -> Finding:
-    scripts, part = _scripts(machine), "set_env.sh"
-    text = ", ".join(map(str, scripts)) or "not found"
+def _set_env(machine: Machine) -> Judgement:
+    scripts, home = _scripts(machine), _sourced(machine)
     source = f"run `source {scripts[0]}`, in every shell" if scripts else ""
-    home = _sourced(machine)
     if home is not None:
         variable = next(name for name in CANN_VARIABLES if machine.environ.get(name))
-        variable_text = f"{variable}={home}"
         if os.path.isdir(home):
-            return Finding(part, variable_text, FINE)
-        return Finding(
-            part, variable_text, WRONG, f"there is no such folder, or it is closed: {source or 'install CANN'}"
-        )
+            return f"{variable}={home}", FINE, ""
+        return f"{variable}={home}", WRONG, f"there is no such folder, or it is closed: {source or 'install CANN'}"
     if source:
-        return Finding(part, text, WRONG, source)
+        return ", ".join(map(str, scripts)), WRONG, source
     looked = " or ".join(str(machine.folders[0] / script) for _, script in CANN_FOLDERS)
-    return Finding(part, text, WRONG, f"looked for {looked} (before CANN 8.5.0): install CANN, then source it")
+    return "not found", WRONG, f"looked for {looked} (before CANN 8.5.0): install CANN, then source it"
 
 
-def _compiler(machine: Machine) -> Finding:
-    part = "bishengir-compile"
-    path = str(machine.bundled) if machine.bundled else shutil.which(part, path=machine.environ.get("PATH", ""))
-    if path is None:
-        return Finding(part, "not found", WRONG, "it comes with CANN: source its set_env.sh, which puts it on PATH")
+def _compiler(machine: Machine) -> Judgement:
+    compiler = machine.bundled or shutil.which("bishengir-compile", path=machine.environ.get("PATH", ""))
+    if compiler is None:
+        return "not found", WRONG, "it comes with CANN: source its set_env.sh, which puts it on PATH"
+    path = str(compiler)
     try:
-        done = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, errors="replace", timeout=COMPILER_SECONDS
-        )
+        command = [path, "--version"]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILER_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding(part, path, WRONG, f"it does not run: {error}")
+        return path, WRONG, f"it does not run: {error}"
     printed = done.stdout + done.stderr
     version = re.search(r"bishengir-compile\s+(?:version\s+)?(\d\S*)", printed)
     date = re.search(r"\d{4}-\d\d-\d\d", printed)
     answer = next(iter((done.stderr or done.stdout).strip().splitlines()), "nothing")
     if done.returncode < 0 or done.returncode in NOT_STARTED:
         status = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
-        return Finding(part, path, WRONG, f"it does not run: {status}; --version says {answer!r}")
+        return path, WRONG, f"it does not run: {status}; --version says {answer!r}"
     if done.returncode or version is None:
-        return Finding(part, path, UNTESTED, f"--version says {answer!r}")
+        return path, UNTESTED, f"--version says {answer!r}"
     text = f"{version[1]} of {date[0]} in {path}" if date else f"{version[1]} in {path}"
     if version[1] == CANN_8_5_COMPILER:
         remedy = "it refuses most tiles; slower ones take their place, with a warning: `diyfa tune` finds the fastest"
-        return Finding(part, text, UNTESTED, remedy)
+        return text, UNTESTED, remedy
     if version[1] not in COMPILERS:
         remedy = f"every tile is proven with {' and '.join(COMPILERS)}: let `diyfa tune` find those that work with it"
-        return Finding(part, text, UNTESTED, remedy)
-    return Finding(part, text, FINE)
+        return text, UNTESTED, remedy
+    return text, FINE, ""
 
 
 def _fields(path: Path) -> dict[str, str]:
@@ -234,117 +221,104 @@ def _in_a_range(version: str, ranges: str) -> bool:
     return any(low <= number[: len(low)] and number[: len(high)] <= high for low, high in ends)
 
 
-def _driver(machine: Machine) -> Finding:
-    install_path = _fields(machine.root / "etc/ascend_install.info").get(
-        "Driver_Install_Path_Param", "/usr/local/Ascend"
-    )
-    folder = machine.root / install_path.lstrip("/")
+def _driver(machine: Machine) -> Judgement:
+    install_info = _fields(machine.root / "etc/ascend_install.info")
+    folder = machine.root / install_info.get("Driver_Install_Path_Param", "/usr/local/Ascend").lstrip("/")
     driver, firmware = (_fields(folder / name / "version.info") for name in ("driver", "firmware"))
-    part = "driver, firmware"
     if "Version" not in driver:
         verdict = UNTESTED if machine.status.available else WRONG
         text = f"no {folder}/driver/version.info"
-        return Finding(part, text, verdict, "install the driver, or mount that folder into the container")
+        return text, verdict, "install the driver, or mount that folder into the container"
     text = f"{driver.get('package_version', driver['Version'])}, {firmware.get('Version', 'not found')}"
     if "Version" not in firmware:
         remedy = f"no {folder}/firmware/version.info (usual in a container): `npu-smi info` on the host knows it"
-        return Finding(part, text, UNTESTED, remedy)
+        return text, UNTESTED, remedy
     ranges = driver.get("compatible_version_fw", "")
-    if ranges and not _in_a_range(firmware["Version"], ranges):
-        return Finding(part, text, WRONG, f"this driver takes firmware {ranges}: install the pair of one release")
-    return Finding(part, text, FINE if ranges else UNTESTED, "" if ranges else "the driver names no firmware")
+    if not ranges:
+        return text, UNTESTED, "the driver names no firmware"
+    if not _in_a_range(firmware["Version"], ranges):
+        return text, WRONG, f"this driver takes firmware {ranges}: install the pair of one release"
+    return text, FINE, ""
 
 
-def _chip(machine: Machine) -> Finding:
+def _chip(machine: Machine) -> Judgement:
     if machine.chip is None:
-        return Finding("chip", "not found", WRONG, f"{machine.status.problem}; {machine.status.remedy}")
+        return "not found", WRONG, f"{machine.status.problem}; {machine.status.remedy}"
     name, cores = machine.chip.name, (machine.chip.cube_cores, machine.chip.vector_cores)
     text, spec = f"{name}, {cores[0]} cube and {cores[1]} vector cores", npu_spec(name)
     if spec is None:
-        return Finding("chip", text, WRONG, "diyfa has kernels for the A2 (910B), A3 (910_93) and A5 (950) families")
+        return text, WRONG, "diyfa has kernels for the A2 (910B), A3 (910_93) and A5 (950) families"
     if cores != (spec.cube_cores, spec.vector_cores):
         remedy = f"expected {spec.cube_cores} and {spec.vector_cores}; launches take what the driver tells"
-        return Finding("chip", text, UNTESTED, remedy)
-    return Finding("chip", text, FINE)
+        return text, UNTESTED, remedy
+    return text, FINE, ""
 
 
-def _torch(machine: Machine) -> Finding:
-    torch, torch_npu = (machine.versions.get(name) for name in ("torch", "torch_npu"))
-    text, part = f"torch {torch}, torch_npu {torch_npu or 'not found'}", "torch, torch_npu"
+def _torch(machine: Machine) -> Judgement:
+    torch, torch_npu = machine.versions.get("torch"), machine.versions.get("torch_npu")
+    text = f"torch {torch}, torch_npu {torch_npu or 'not found'}"
     documented = torch_npu_for(torch or "", cann_version(machine) or "")
     if torch_npu is None:
-        remedy = (
-            f"pip install --no-deps torch_npu=={documented}"
-            if documented
-            else "no torch_npu is documented for this torch"
-        )
-        return Finding(part, text, WRONG, remedy)
+        install = f"pip install --no-deps torch_npu=={documented}"
+        return text, WRONG, install if documented else "no torch_npu is documented for this torch"
     if problem := launcher_problem(torch or "", machine.versions.get("triton-ascend", "")):
-        return Finding(part, text, WRONG, problem)
+        return text, WRONG, problem
     if release(torch_npu) != release(torch or ""):
-        its_torch = ".".join(map(str, release(torch_npu)))
-        remedy = f"they must be of one release: torch=={its_torch}" + (
-            f", or torch_npu=={documented}" if documented else ""
-        )
-        return Finding(part, text, WRONG, remedy)
+        remedy = f"they must be of one release: torch=={'.'.join(map(str, release(torch_npu)))}"
+        return text, WRONG, remedy + (f", or torch_npu=={documented}" if documented else "")
     if documented_stack(torch_npu) is None:
-        remedy = "not in diyfa's table of pairs" + (
-            f"; torch_npu=={documented} is, for this torch" if documented else ""
-        )
-        return Finding(part, text, UNTESTED, remedy)
-    return Finding(part, text, FINE)
+        remedy = f"; torch_npu=={documented} is, for this torch" if documented else ""
+        return text, UNTESTED, f"not in diyfa's table of pairs{remedy}"
+    return text, FINE, ""
 
 
-def _triton(machine: Machine) -> Finding:
-    version, part = machine.versions.get("triton-ascend"), "triton-ascend"
-    plain_triton = machine.versions.get("triton")
+def _triton(machine: Machine) -> Judgement:
+    version, plain_triton = machine.versions.get("triton-ascend"), machine.versions.get("triton")
     text = f"{version or 'not found'}" + (f", and triton {plain_triton}" if plain_triton else "")
     if problem := machine.triton():
-        return Finding(part, text, WRONG, problem)
+        return text, WRONG, problem
     if plain_triton and not machine.triton_ascend.needs_triton:
         remedy = f"works, but pip lists triton {plain_triton} too and may put it in its place: `pip uninstall triton` "
-        return Finding(
-            part, text, UNTESTED, f"{remedy}removes triton-ascend's files with it, so reinstall that after it"
-        )
+        return text, UNTESTED, f"{remedy}removes triton-ascend's files with it, so reinstall that after it"
     if version not in TRITON_ASCENDS:
-        known = f"{', '.join(list(TRITON_ASCENDS)[:-1])} and {list(TRITON_ASCENDS)[-1]}"
-        return Finding(part, text, UNTESTED, f"diyfa knows {known}, and is tested with {TRITON_ASCEND}")
-    return Finding(part, text, FINE)
+        *names, last = TRITON_ASCENDS
+        return text, UNTESTED, f"diyfa knows {', '.join(names)} and {last}, and is tested with {TRITON_ASCEND}"
+    return text, FINE, ""
 
 
-def _cxx(machine: Machine) -> Finding:
-    """The first launch of a kernel compiles a launcher in C++, which includes Python.h."""
-    part = "C++, Python.h"
-    header = machine.include / "Python.h"
-    path = machine.environ.get("PATH", "")
+def _cxx(machine: Machine) -> Judgement:
+    path, has_header = machine.environ.get("PATH", ""), os.path.exists(machine.include / "Python.h")
     compiler = cxx_compiler(machine.environ, lambda name: shutil.which(name, path=path))
-    wanted = (
-        "the C++ compiler that CC names, or unset CC" if "CC" in machine.environ else "a C++ compiler (apt install g++)"
-    )
-    missing = [
-        *([] if compiler and shutil.which(compiler, path=path) else [wanted]),
-        *([] if os.path.exists(header) else ["Python.h (apt install python3-dev, or a Python with headers)"]),
-    ]
-    text = f"{compiler or 'not found'}, {'found' if os.path.exists(header) else 'not found'}"
+    missing = []
+    if not compiler or not shutil.which(compiler, path=path):
+        named = "the C++ compiler that CC names, or unset CC"
+        missing.append(named if "CC" in machine.environ else "a C++ compiler (apt install g++)")
+    if not has_header:
+        missing.append("Python.h (apt install python3-dev, or a Python with headers)")
+    text = f"{compiler or 'not found'}, {'found' if has_header else 'not found'}"
     if missing:
-        return Finding(part, text, WRONG, f"the first launch compiles C++, so install {' and '.join(missing)}")
-    return Finding(part, text, FINE)
+        return text, WRONG, f"the first launch compiles C++, so install {' and '.join(missing)}"
+    return text, FINE, ""
 
 
-def _python(machine: Machine) -> Finding:
+def _python(machine: Machine) -> Judgement:
     text = f"{machine.python[0]}.{machine.python[1]}, {platform.machine()}"
     if machine.python in machine.triton_ascend.python:
-        return Finding("Python", text, FINE)
-    if "triton-ascend" not in machine.versions:
-        later = [name for name, needs in TRITON_ASCENDS.items() if machine.python in needs.python]
-        remedy = (
-            f"of triton-ascend only {' and '.join(later)} have wheels for it" if later else "triton-ascend has no wheel"
-        )
-        return Finding("Python", text, UNTESTED if later else WRONG, remedy)
-    supported = ", ".join(f"{major}.{minor}" for major, minor in machine.triton_ascend.python)
-    return Finding(
-        "Python", text, UNTESTED, f"triton-ascend {machine.known_triton_ascend} has wheels for Python {supported}"
-    )
+        return text, FINE, ""
+    if "triton-ascend" in machine.versions:
+        supported = ", ".join(f"{major}.{minor}" for major, minor in machine.triton_ascend.python)
+        return text, UNTESTED, f"triton-ascend {machine.known_triton_ascend} has wheels for Python {supported}"
+    later = [name for name, needs in TRITON_ASCENDS.items() if machine.python in needs.python]
+    if not later:
+        return text, WRONG, "triton-ascend has no wheel"
+    return text, UNTESTED, f"of triton-ascend only {' and '.join(later)} have wheels for it"
+
+
+CHECKS = {
+    "chip": _chip, "driver, firmware": _driver, "CANN": _cann, "set_env.sh": _set_env, "bishengir-compile": _compiler,
+    "C++, Python.h": _cxx,  # the first launch of a kernel compiles a launcher in C++, which includes Python.h
+    "Python": _python, "torch, torch_npu": _torch, "triton-ascend": _triton,
+}  # fmt: skip
 
 
 def is_ascend(machine: Machine) -> bool:
@@ -359,7 +333,4 @@ def is_ascend(machine: Machine) -> bool:
 
 def findings(machine: Machine) -> list[Finding]:
     """Return the verdict on each component, from the chip up, or [] if this is no Ascend machine."""
-    if not is_ascend(machine):
-        return []
-    checks = (_chip, _driver, _cann, _set_env, _compiler, _cxx, _python, _torch, _triton)
-    return [check(machine) for check in checks]
+    return [Finding(part, *check(machine)) for part, check in CHECKS.items()] if is_ascend(machine) else []

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast, runtime_c
 
 import torch
 
-from diyfa.features import FEATURES, GRADIENTS, REFUSABLE, TENSORS
+from diyfa.features import REFUSABLE, TENSORS
 from diyfa.features import dtype_name as dtype_name
 
 # Index of the (batch, head, sequence, feature) dimensions in each 4-D layout.
@@ -219,14 +219,10 @@ class AttentionProblem(_AttentionShape, _Problem):
         return self.window_left >= 0 or self.window_right >= 0
 
     @property
+    @cached_per_kind
     def features(self) -> frozenset[str]:
         """Names of the optional features that this call uses. A backend refuses those that it does not list."""
-        return _features(self)
-
-
-@cached_per_kind
-def _features(problem: AttentionProblem) -> frozenset[str]:
-    return frozenset([feature.refusal_name for feature in REFUSABLE if feature.is_in(problem)])
+        return frozenset([feature.refusal_name for feature in REFUSABLE if feature.is_in(self)])
 
 
 @dataclass(frozen=True)
@@ -438,13 +434,9 @@ def as_backward(problem: AttentionProblem) -> AttentionProblem:
 def as_kvcache_problem(problem: AttentionProblem) -> KVCacheProblem:
     """Return a forward pass as a call with a cache of all its keys. Only features of both problems carry over."""
     return problem.described_as(
-        KVCacheProblem,
-        cache_dtype=problem.dtype,
-        layout=VARLEN if problem.varlen else "bshd",
-        capacity=problem.seqlen_k,
-        packed_keys=problem.varlen,
-        lengths=problem.varlen,
-    )
+        KVCacheProblem, cache_dtype=problem.dtype, layout=VARLEN if problem.varlen else "bshd",
+        capacity=problem.seqlen_k, packed_keys=problem.varlen, lengths=problem.varlen,
+    )  # fmt: skip
 
 
 def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KVCacheProblem, KVCacheTensors]:
@@ -452,57 +444,6 @@ def as_kvcache(problem: AttentionProblem, tensors: AttentionTensors) -> tuple[KV
     q, k, v = (x if problem.varlen else as_bhsd(x, problem.layout).transpose(1, 2) for x in tensors[:3])
     optional = {x.name: getattr(tensors, x.name) for x in TENSORS if x.name in KVCacheTensors._fields}
     return as_kvcache_problem(problem), KVCacheTensors(q, k, v, tensors.sm_scale, problem.seqlen_k, **optional)
-
-
-def example_tensors(problem: AttentionProblem, device: str = "meta") -> dict[str, torch.Tensor]:
-    """Return the optional tensors of a call of `problem` by name, uninitialised, for compilation ahead of time."""
-    sizes = {
-        "b": problem.batch, "h": problem.heads_q, "g": problem.heads_kv, "q": problem.seqlen_q, "k": problem.seqlen_k,
-        "d": problem.head_dim, "e": problem.head_dim_v,
-    }  # fmt: skip
-    tensors = {}
-    for feature in FEATURES:
-        if feature.shape is not None and feature.is_in(problem):
-            value = getattr(problem, feature.problem_field, None)
-            dtype = getattr(torch, value) if isinstance(value, str) else feature.dtypes[0]
-            tensors[feature.name] = torch.empty(feature.shape.example(sizes, value), dtype=dtype, device=device)
-    return tensors
-
-
-def example_kvcache(problem: KVCacheProblem) -> tuple[KVCacheTensors, torch.Tensor, torch.Tensor]:
-    """Return (inputs, out, lse) of a call of `problem`, without memory."""
-
-    def empty(*shape: int, dtype: str = "int32") -> torch.Tensor:
-        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-
-    batch, heads_kv, capacity, page_size = problem.batch, problem.heads_kv, problem.capacity, problem.page_size
-    pages = -(-capacity // page_size) if problem.paged else 0
-    rows = (problem.total_q,) if problem.varlen else (batch, problem.seqlen_q)
-    cache: tuple[int, ...] = (batch * pages, page_size) if problem.paged else (batch, capacity)
-    if problem.packed_keys:
-        cache = (batch * capacity,)
-    q = empty(*rows, problem.heads_q, problem.head_dim, dtype=problem.dtype)
-    k = empty(*cache, heads_kv, problem.head_dim, dtype=problem.cache_dtype)
-    v = empty(*cache, heads_kv, problem.head_dim_v, dtype=problem.cache_dtype)
-    descale = empty(batch, heads_kv, dtype="float32") if problem.descales else None
-    tensors = KVCacheTensors(
-        q,
-        k,
-        k[..., : problem.head_dim_v] if problem.latent else v,
-        problem.head_dim**-0.5,
-        length=capacity,
-        seqlens=empty(batch) if problem.lengths and not problem.packed_keys else None,
-        cu_seqlens_q=empty(batch + 1) if problem.varlen else None,
-        cu_seqlens_k=empty(batch + 1) if problem.packed_keys else None,
-        block_table=empty(batch, pages) if problem.paged else None,
-        cache_batch_idx=empty(batch) if problem.cache_batch_idx else None,
-        leftpad=empty(batch) if problem.leftpad else None,
-        alibi_slopes=empty(problem.heads_q, dtype="float32") if problem.alibi else None,
-        sinks=empty(problem.heads_q, dtype="float32") if problem.sinks else None,
-        k_descale=descale,
-        v_descale=descale,
-    )
-    return tensors, empty_output(q, problem.head_dim_v), empty(*problem.lse_shape, dtype="float32")
 
 
 # Index of a score function's captured tensor -> its gradient.
@@ -532,14 +473,6 @@ class AttentionGradients(NamedTuple):
         """Return the gradients of captured tensors that are wanted."""
         buffers = (self.dscore0, self.dscore1, self.dscore2, self.dscore3)
         return {n: x for n, x in enumerate(buffers) if x is not None}
-
-
-def example_gradients(tensors: AttentionTensors, out_dtype: str = "") -> AttentionGradients:
-    """Return buffers for all gradients of a call with these tensors."""
-    dtype = getattr(torch, out_dtype) if out_dtype else tensors.q.dtype
-    tensors_by_name = {feature.gradient: getattr(tensors, feature.name) for feature in GRADIENTS}
-    buffers: dict[str, Any] = {name: None if x is None else torch.empty_like(x) for name, x in tensors_by_name.items()}
-    return AttentionGradients(*(torch.empty_like(x, dtype=dtype) for x in tensors[:3]), **buffers)
 
 
 def bhsd_strides(x: torch.Tensor, layout: str) -> tuple[int, int, int, int]:

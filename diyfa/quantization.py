@@ -97,18 +97,10 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, int8:
 
 
 def quantize(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    per: str = "tensor",
-    dtype: str = "float8",
-    smooth: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, per: str = "tensor", dtype: str = "float8", smooth: bool = False,
     rotate: bool = False,
-    *,
-    straight_through: bool = False,
-    layout: str = "bhsd",
-    backend: str | None = None,
-) -> tuple[Quantized, Quantized, Quantized]:
+    *, straight_through: bool = False, layout: str = "bhsd", backend: str | None = None,
+) -> tuple[Quantized, Quantized, Quantized]:  # fmt: skip
     """Return q, k and v in few bits, for `diyfa.flash_attention(*diyfa.quantize(q, k, v))`.
 
     Args:
@@ -141,9 +133,7 @@ def quantize(
     _check(q, k, v, layout, is_int8, straight_through)
     head_dim = q.shape[-1]
     if rotate and head_dim & (head_dim - 1):
-        raise ValueError(
-            f"rotate needs a head_dim that is a power of two, got {head_dim}: pad q and k, or leave it off"
-        )
+        raise ValueError(f"rotate needs a head_dim that is a power of two, got {head_dim}: pad q and k")
     kind, chosen = KINDS[per], DTYPES[dtype]
     heads = 0 if q.dim() == 3 else LAYOUTS[layout][1]
     group = q.shape[heads] // k.shape[heads] if kind == PER_HEAD else 1

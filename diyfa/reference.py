@@ -31,13 +31,9 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def visible_keys(
-    batch: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    window: tuple[int, int] = (-1, -1),
-    seq_lens: torch.Tensor | None = None,
+    batch: int, seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1), seq_lens: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the mask of the keys that each query sees.
 
     Sample b has sk = seq_lens[b] keys (default Sk) and sq = min(sk, Sq) queries. Its query i has position i + sk - sq
@@ -71,6 +67,22 @@ def visible_keys_of_lengths(
     if right >= 0:
         visible = visible & (distance <= right)
     return visible, valid_q, distance
+
+
+def within_sequences(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Return q, k, v (B, H, S, D) with zeros beyond the sequences' ends, and `visible_keys` with the block mask."""
+    sizes, seq_lens = (q.shape[2], k.shape[2]), lengths.seq_lens
+    window = options.window_left, options.window_right
+    visible, valid_q, distance = visible_keys(q.shape[0], *sizes, window, seq_lens, q.device)
+    if options.mask_blocks is not None and options.mask_bits is not None:
+        rows, columns = (slice(0, size) for size in sizes)
+        visible = visible & visible_pairs(options.mask_blocks, options.mask_bits, sizes, rows, columns)
+    if seq_lens is not None:
+        valid_k = torch.arange(sizes[1], device=q.device)[:, None] < seq_lens.to(q.device)[:, None, None, None]
+        q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
+    return (q, k, v), (visible, valid_q, distance)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -117,34 +129,23 @@ def score_positions(distance: torch.Tensor, heads: int) -> tuple[torch.Tensor, .
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: Lengths,
-    options: AttentionOptions,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions,
     keep: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return out and lse of q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv). `keep`: dropout's mask."""
-    dtype = q.dtype
+    dtype, sinks = q.dtype, options.sinks
     stat_dtype = torch.promote_types(dtype, torch.float32)  # dtype of the softmax statistics
-    batch, heads, seqlen_q, _ = q.shape
-    seqlen_k = k.shape[2]
-    window, seq_lens, sinks = (options.window_left, options.window_right), lengths.seq_lens, options.sinks
     if options.v_mean is not None:
         v = v + options.v_mean.to(dtype)[:, :, None]
-    visible, valid_q, distance = visible_keys(batch, seqlen_q, seqlen_k, window, seq_lens, q.device)
-    if options.mask_blocks is not None and options.mask_bits is not None:
-        rows, columns = slice(0, seqlen_q), slice(0, seqlen_k)
-        visible = visible & visible_pairs(options.mask_blocks, options.mask_bits, (seqlen_q, seqlen_k), rows, columns)
-    if seq_lens is not None:
-        valid_k = torch.arange(seqlen_k, device=q.device)[:, None] < seq_lens.to(q.device)[:, None, None, None]
-        q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
-    k, v = (x.repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))
+    (q, k, v), (visible, valid_q, distance) = within_sequences(q, k, v, lengths, options)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = masked_scores(q, k, visible, distance, options)
 
     # torch.softmax would give NaN for rows without a key, which must give 0, and the sink joins the denominator only.
     sink = None if sinks is None else sinks.to(stat_dtype)[:, None, None]
-    row_max = scores.detach().amax(-1, keepdim=True) if seqlen_k else scores.new_full((*scores.shape[:-1], 1), -_INF)
+    row_max = scores.new_full((*scores.shape[:-1], 1), -_INF)
+    if k.shape[2]:
+        row_max = scores.detach().amax(-1, keepdim=True)
     if sink is not None:
         row_max = torch.maximum(row_max, sink.detach())
     row_max = row_max.masked_fill(row_max == -_INF, 0.0)
@@ -214,37 +215,17 @@ def _attend_sequences(
 
 @without_unknown
 def reference_attention(
-    q: Input,
-    k: Input,
-    v: Input,
-    causal: bool = False,
-    sm_scale: float | None = None,
+    q: Input, k: Input, v: Input, causal: bool = False, sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
-    *,
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    attn_bias: torch.Tensor | None = None,
-    mask: BlockMask | None = None,
-    score_fn: Any = None,
-    score_tensors: Sequence[torch.Tensor] = (),
-    score_grad_fn: Any = None,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    layout: str = "bhsd",
-    return_lse: bool = False,
-    dtype: torch.dtype | None = None,
-    q_descale: torch.Tensor | None = None,
-    k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None,
-    k_mean: torch.Tensor | None = None,
-    v_mean: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    **unknown: NoReturn,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    *, window: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None, mask: BlockMask | None = None, score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (), score_grad_fn: Any = None, sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0, rng_state: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None, layout: str = "bhsd", return_lse: bool = False,
+    dtype: torch.dtype | None = None, q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None, k_mean: torch.Tensor | None = None, v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None, **unknown: NoReturn,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute softmax(q kᵀ · sm_scale) v by forming the whole score matrix.
 
     Args:
@@ -283,19 +264,10 @@ def reference_attention(
 
 
 def attention_by(
-    attend: Attend,
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    layout: str = "bhsd",
-    causal: bool = False,
-    window: tuple[int, int] = UNBOUNDED,
-    sm_scale: float | None = None,
-    dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-    **fields: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    attend: Attend, q: Any, k: Any, v: Any,
+    *, layout: str = "bhsd", causal: bool = False, window: tuple[int, int] = UNBOUNDED, sm_scale: float | None = None,
+    dtype: torch.dtype | None = None, out_dtype: torch.dtype | None = None, **fields: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Run `attend` on (B, H, S, D) views of q, k, v of any layout, or on each packed sequence. Return out and lse.
 
     Arguments and errors are those of `reference_attention`; `fields` holds the arguments that are not listed here.
@@ -380,12 +352,12 @@ def _rotated(
     row = position.clamp(0, len(cos) - 1)
     c = torch.where(inside, cos[row].to(wide), 1.0)[:, None]
     s = torch.where(inside, sin[row].to(wide), 0.0)[:, None]
-    turned, half = x.to(wide, copy=True), cos.shape[1]
+    rotated, half = x.to(wide, copy=True), cos.shape[1]
     first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
     second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
-    a, b = turned[..., first].clone(), turned[..., second].clone()
-    turned[..., first], turned[..., second] = a * c - b * s, b * c + a * s
-    return turned
+    a, b = rotated[..., first].clone(), rotated[..., second].clone()
+    rotated[..., first], rotated[..., second] = a * c - b * s, b * c + a * s
+    return rotated
 
 
 def _cache_position(tensors: KVCacheTensors, b: int, j: int) -> tuple[int, int]:
@@ -460,34 +432,17 @@ def _expanded_descale(x: torch.Tensor | float | None, batch: int, k_cache: torch
 
 @without_unknown
 def reference_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    rotary_cos: torch.Tensor | None = None,
-    rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | None = None,
-    cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = UNBOUNDED,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: torch.Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-    *,
-    sinks: torch.Tensor | None = None,
-    k_descale: torch.Tensor | float | None = None,
-    v_descale: torch.Tensor | float | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    attend: Callable[..., Any] | None = None,
-    **unknown: NoReturn,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0, return_softmax_lse: bool = False,
+    *, sinks: torch.Tensor | None = None, k_descale: torch.Tensor | float | None = None,
+    v_descale: torch.Tensor | float | None = None, cu_seqlens_q: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None, attend: Callable[..., Any] | None = None, **unknown: NoReturn,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute `diyfa.flash_attn_with_kvcache`: gather the keys of each sequence and call `reference_attention`.
 
     The caches do not change: new keys are appended to copies. Arguments are those of the function, and
@@ -547,15 +502,9 @@ _ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def reference_matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_descale: torch.Tensor | None = None,
-    b_descale: torch.Tensor | None = None,
-    *,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+    a: torch.Tensor, b: torch.Tensor, a_descale: torch.Tensor | None = None, b_descale: torch.Tensor | None = None,
+    *, bias: torch.Tensor | None = None, activation: str | None = None, out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return activation((a @ b) * a_descale * b_descale + bias): the oracle of `triton_matmul`.
 
     It is computed in float32, or in float64 if a is.

@@ -292,14 +292,11 @@ def explain_choice(
                 continue
             if other is not chosen_backend:
                 reason = f"runs only when asked for: backend={name!r}"
-            elif reason_ := refusal(other, kernel, problem):
-                reason = reason_
             elif variant != "auto":
-                reason = "not the variant asked for"
-            elif reason_ := kernel.by_name_only(problem):
-                reason = reason_
+                reason = refusal(other, kernel, problem) or "not the variant asked for"
             else:
-                reason = f"could run; {chosen.name} is preferred"
+                reason = refusal(other, kernel, problem) or kernel.by_name_only(problem)
+            reason = reason or f"could run; {chosen.name} is preferred"
             alternatives.append(Alternative(name, kernel.name, reason))
     config = chosen.config(problem)
     return Explanation(op, chosen_backend.name, chosen.name, chosen.summary, config, why, problem, tuple(alternatives))

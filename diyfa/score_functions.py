@@ -76,13 +76,13 @@ def _function(function: Callable[..., Any], spelling: str, partial: Partial) -> 
     return Operation(function, f"{spelling}({{0}})", (partial,), is_float=True)
 
 
-def _chosen(comparison: str) -> tuple[Partial, Partial]:
+def _extremum_partials(comparison: str) -> tuple[Partial, Partial]:
     """Return the partial derivatives of a minimum ("lt") or maximum ("gt"). Equal operands have one half each."""
 
-    def share(e: Emit, first: Operand, second: Operand) -> Operand:
+    def chosen(e: Emit, first: Operand, second: Operand) -> Operand:
         return e("where", e("eq", first, second), 0.5, e("where", e(comparison, first, second), 1.0, 0.0))
 
-    return lambda e, out, x, y: share(e, x, y), lambda e, out, x, y: share(e, y, x)
+    return lambda e, out, x, y: chosen(e, x, y), lambda e, out, x, y: chosen(e, y, x)
 
 
 def _to_float32(x: torch.Tensor) -> torch.Tensor:
@@ -129,8 +129,8 @@ OPERATIONS = {
     "invert": Operation(operator.invert, "~{0}"),
     # Its tangent is a choice between tangents: see `_Derivation._tangent`.
     "where": Operation(lambda c, x, y: torch.where(c.bool(), x, y), "tl.where(tl.cast({0}, tl.int1), {1}, {2})"),
-    "minimum": Operation(torch.minimum, "tl.minimum({0}, {1})", _chosen("lt")),
-    "maximum": Operation(torch.maximum, "tl.maximum({0}, {1})", _chosen("gt")),
+    "minimum": Operation(torch.minimum, "tl.minimum({0}, {1})", _extremum_partials("lt")),
+    "maximum": Operation(torch.maximum, "tl.maximum({0}, {1})", _extremum_partials("gt")),
     "abs": Operation(
         torch.abs, "tl.abs({0})",
         (lambda e, out, x: e("where", e("gt", x, 0), 1.0, e("where", e("lt", x, 0), -1.0, 0.0)),),
@@ -318,23 +318,20 @@ class _Compiler:
         # Not the expressions in the text: their names belong to the scope around the function, and to that moment.
         defaults = dict(zip(names[::-1], (self.function.__defaults__ or ())[::-1], strict=False))
         if len(names) < len(parameters) or any(name in defaults for name in names[: len(parameters)]):
-            raise self.refuse(
-                self.definition, f"it must take {', '.join(parameters)}, then captured tensors, got {', '.join(names)}"
-            )
+            text = f"it must take {', '.join(parameters)}, then captured tensors, got {', '.join(names)}"
+            raise self.refuse(self.definition, text)
         self.variables.update(zip(names, parameters, strict=False))
         captured = [name for name in names[len(parameters) :] if name not in defaults]
         if len(captured) > MAX_TENSORS:
-            raise self.refuse(
-                self.definition, f"it captures {len(captured)} tensors, at most {MAX_TENSORS} are supported"
-            )
+            text = f"it captures {len(captured)} tensors, at most {MAX_TENSORS} are supported"
+            raise self.refuse(self.definition, text)
         self.parameters = (*parameters, *(f"t{n}" for n in range(len(captured))))
         self.variables.update({name: _Pointer(n, 0) for n, name in enumerate(captured)})
         for name, default in defaults.items():  # compile-time constants
             number = default if isinstance(default, (bool, int, float)) else _number(default)
             if number is None:
-                raise self.refuse(
-                    self.definition, f"the default of {name} must be a number, got {type(default).__name__}"
-                )
+                text = f"the default of {name} must be a number, got {type(default).__name__}"
+                raise self.refuse(self.definition, text)
             self.variables[name] = number
 
     def program(self) -> Program:
@@ -375,9 +372,9 @@ class _Compiler:
             return self.named(node)
         if isinstance(node, ast.BinOp):
             return self.binary(node, node.op, self.expression(node.left), self.expression(node.right))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd):
+            return self.operand(node.operand)
         if isinstance(node, ast.UnaryOp):
-            if isinstance(node.op, ast.UAdd):
-                return self.operand(node.operand)
             name = _FROM_SYNTAX.get(type(node.op))
             if name is None:
                 raise self.unknown(node, _HINTS[type(node.op)])
@@ -399,20 +396,14 @@ class _Compiler:
         if constant is not None:
             self.constants.add(ast.unparse(node))
             return constant
+        text = f"is neither a parameter nor a tl.constexpr number, got {type(value).__name__}"
         if isinstance(value, torch.Tensor):
-            raise self.refuse(
-                node, f"{ast.unparse(node)} is a tensor: give it as a parameter and in the call's tensors"
-            )
-        raise self.refuse(
-            node, f"{ast.unparse(node)} is neither a parameter nor a tl.constexpr number, got {type(value).__name__}"
-        )
+            text = "is a tensor: give it as a parameter and in the call's tensors"
+        raise self.refuse(node, f"{ast.unparse(node)} {text}")
 
     def static(self, node: ast.expr) -> Any:
         """Return the Python object that a name outside of the function stands for, None if there is none."""
-        root = node
-        while isinstance(root, ast.Attribute):
-            root = root.value
-        return _look_up(self.function, ast.unparse(node)) if isinstance(root, ast.Name) else None
+        return _look_up(self.function, ast.unparse(node)) if isinstance(_root(node), ast.Name) else None
 
     def binary(self, node: ast.AST, sign: ast.operator, left: Operand | _Pointer, right: Operand | _Pointer) -> Any:
         name = _FROM_SYNTAX.get(type(sign))
@@ -441,7 +432,10 @@ class _Compiler:
         if isinstance(function, ast.Name) and target is not None:
             name = getattr(target, "__name__", name)  # of an import under another name
         if target is float and len(node.args) == 1:
-            return self.constant_float(node)
+            (argument,) = node.args
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, (str, int, float)):
+                return float(argument.value)
+            raise self.unknown(node, f"{ast.unparse(node)} of something else than a constant")
         if inspect.isbuiltin(target) and target in _BUILTINS:
             name = _BUILTINS[target]
         elif not self.is_of_triton(function):
@@ -458,12 +452,6 @@ class _Compiler:
             raise self.refuse(node, f"{ast.unparse(function)} takes {n_operands} positional arguments here")
         return self.emit(name, *[self.operand(x) for x in node.args])
 
-    def constant_float(self, node: ast.Call) -> float:
-        (argument,) = node.args
-        if isinstance(argument, ast.Constant) and isinstance(argument.value, (str, int, float)):
-            return float(argument.value)
-        raise self.unknown(node, f"{ast.unparse(node)} of something else than a constant")
-
     def cast(self, node: ast.Call, value: Operand, arguments: Sequence[ast.expr]) -> Operand:
         dtype = getattr(arguments[0], "attr", "") if len(arguments) == 1 else ""
         if dtype not in _CASTS or node.keywords:
@@ -472,9 +460,7 @@ class _Compiler:
 
     def is_of_triton(self, node: ast.expr) -> bool:
         """Return whether the object that a name stands for, or the module that it belongs to, is Triton's."""
-        root = node
-        while isinstance(root, ast.Attribute):
-            root = root.value
+        root = _root(node)
         if isinstance(root, ast.Name) and root.id in self.variables:
             return False
         value = self.static(root)
@@ -536,6 +522,13 @@ def _result_kind(name: str, kinds: Sequence[type | None]) -> type | None:
         return int
     ranked = kinds[1:] if name == "where" else kinds
     return float if float in ranked else int if int in ranked else None
+
+
+def _root(node: ast.expr) -> ast.expr:
+    """Return the first part of a name with attributes."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node
 
 
 def _look_up(function: Callable[..., Any], name: str) -> Any:
@@ -615,9 +608,9 @@ def score_function(score_fn: Any, score_grad_fn: Any = None) -> ScoreFunction:
             "torch.compile cannot read a jit function: give score_fn=diyfa.score_function(…), made outside of the "
             "compiled program"
         )
-    functions = {"score_fn": score_fn, "score_grad_fn": score_grad_fn}
+    functions = {"score_fn": score_fn} | ({} if score_grad_fn is None else {"score_grad_fn": score_grad_fn})
     for name, function in functions.items():
-        if not is_jit_function(function) and not (name == "score_grad_fn" and function is None):
+        if not is_jit_function(function):
             hint = "; decorate it with @triton.jit" if inspect.isfunction(function) else ""
             raise TypeError(f"{name} must be a @triton.jit function, got {type(function).__name__}{hint}")
     program = _program(score_fn, SCORE_PARAMETERS, "score function")
@@ -625,9 +618,7 @@ def score_function(score_fn: Any, score_grad_fn: Any = None) -> ScoreFunction:
         return ScoreFunction(program.name, program.tensors, program.text())
     derivative = _program(score_grad_fn, SCORE_PARAMETERS, "score gradient function")
     if derivative.tensors != program.tensors:
-        raise ValueError(
-            f"score_grad_fn must take the tensors of score_fn: {program.tensors}, got {derivative.tensors}"
-        )
+        raise ValueError(f"score_grad_fn must take the {program.tensors} tensors of score_fn, got {derivative.tensors}")
     return ScoreFunction(program.name, program.tensors, f"{program.text()}\n\n{derivative.text()}")
 
 
@@ -645,7 +636,7 @@ class _Derivation:
     """
 
     def __init__(self, program: Program, seed: str, prefix: str) -> None:
-        """Raises ValueError, with the operation, if one has no derivative."""
+        """Differentiate. Raises ValueError, with the operation, if one has no derivative."""
         self.lines: list[Line] = []
         self._prefix = prefix
         tangents: dict[str, Operand] = {seed: 1.0}
@@ -674,12 +665,9 @@ class _Derivation:
 
     def emit(self, name: str, *operands: Operand) -> Operand:
         """Append a line and return its target. Products with 1 or -1, and operations on numbers alone, need no line."""
-        if name == "mul":
-            for factor, other in (operands, operands[::-1]):
-                if factor == 1.0 and not isinstance(factor, str):
-                    return other
-                if factor == -1.0 and not isinstance(factor, str):
-                    return self.emit("neg", other)
+        for factor, other in (operands, operands[::-1]) if name == "mul" else ():
+            if factor in (1.0, -1.0):
+                return other if factor == 1.0 else self.emit("neg", other)
         if not any(isinstance(x, str) for x in operands):
             return _run(name, operands, torch.float64).item()
         self.lines.append(Line(f"{self._prefix}{len(self.lines)}", name, operands))
@@ -772,12 +760,11 @@ def _run_lines(
     lines: Sequence[Line], values: dict[str, torch.Tensor], tensors: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> None:
     """Add the targets of the lines to `values`."""
-    device = values["b"].device
     flat = {f"t{n}": x.reshape(-1) for n, x in enumerate(tensors)}
     for target, name, operands in lines:
         if name == LOAD:
             x, offset = flat[str(operands[0])], operands[1]
-            index = values[offset] if isinstance(offset, str) else _tensor(offset, dtype, device)
+            index = _value(offset, values, dtype)
             element = x.index_select(0, index.reshape(-1)).reshape(index.shape)  # refuses negative indices
             read_as = {torch.int8: torch.int32}.get(x.dtype, x.dtype)
             values[target] = element.to(dtype if x.is_floating_point() else read_as)
@@ -786,12 +773,9 @@ def _run_lines(
 
 
 def apply_score_function(
-    source: str,
-    scores: torch.Tensor,
-    positions: Sequence[torch.Tensor],
-    visible: torch.Tensor,
+    source: str, scores: torch.Tensor, positions: Sequence[torch.Tensor], visible: torch.Tensor,
     tensors: Sequence[torch.Tensor],
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return new scores (B, H, Sq, Sk), -inf where a query does not see a key. It runs the function for visible pairs.
 
     `positions`: integer tensors b, h, i and j that broadcast to the scores. The result is differentiable by autograd,
@@ -815,13 +799,9 @@ def apply_score_function(
 
 
 def score_function_gradients(
-    source: str,
-    scores: torch.Tensor,
-    ds: torch.Tensor,
-    positions: Sequence[torch.Tensor],
-    tensors: Sequence[torch.Tensor],
-    learned: tuple[bool, ...],
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    source: str, scores: torch.Tensor, ds: torch.Tensor, positions: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor], learned: tuple[bool, ...],
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:  # fmt: skip
     """Return the gradients of the scores and of the `learned` captured tensors from `ds`, that of the new scores.
 
     Derived as kernels do it, without autograd. Pairs whose ds is 0 may have any slope.

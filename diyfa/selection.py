@@ -11,7 +11,7 @@ import torch
 
 from diyfa import block_lists, registry, validation
 from diyfa.block_lists import EMPTY, FULL, Selection, n_blocks
-from diyfa.masks import BlockMask, check_block_size
+from diyfa.masks import BlockMask, check_block_size, check_integers
 from diyfa.problem import LAYOUTS, as_bhsd
 
 LARGEST_SCORE = 3e38  # scores that are NaN or infinite are ranked as if they were -LARGEST_SCORE or within its bounds
@@ -85,17 +85,10 @@ def select_by_operators(q: torch.Tensor, k: torch.Tensor, how: Selection) -> tup
 
 
 def select_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    *,
-    topk: int,
-    block_size: int | tuple[int, int] = 128,
-    causal: bool = False,
-    sinks: int = 0,
-    local: int = 1,
-    by_group: bool = False,
-    layout: str = "bhsd",
-) -> BlockMask:
+    q: torch.Tensor, k: torch.Tensor,
+    *, topk: int, block_size: int | tuple[int, int] = 128, causal: bool = False, sinks: int = 0, local: int = 1,
+    by_group: bool = False, layout: str = "bhsd",
+) -> BlockMask:  # fmt: skip
     """Return a `BlockMask` in which each block of queries sees the key blocks whose mean fits its own best.
 
     Args:
@@ -134,12 +127,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, how: Selection, layout: str) -> Non
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     validation.check_tensors(q=q, k=k)
     validation.check_booleans(causal=how.causal, by_group=how.by_group)
-    for name in ("topk", "sinks", "local"):
-        number = getattr(how, name)
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{name} must be an integer, got {type(number).__name__}")
-        if number < 0:
-            raise ValueError(f"{name} must be at least 0, got {number}")
+    check_integers(0, topk=how.topk, sinks=how.sinks, local=how.local)
     for name, x in (("q", q), ("k", k)):
         if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise TypeError(f"{name} must be float16, bfloat16 or float32, got {x.dtype}")
@@ -152,5 +140,4 @@ def _check(q: torch.Tensor, k: torch.Tensor, how: Selection, layout: str) -> Non
             "q and k must have the same batch and head_dim, and q a multiple of k's heads, got "
             f"{tuple(q.shape)} and {tuple(k.shape)} in the layout {layout}"
         )
-    if q.device != k.device:
-        raise ValueError(f"q and k must be on one device, got {q.device} and {k.device}")
+    validation.check_same_device(q, k=k)

@@ -19,10 +19,6 @@ from diyfa.matmul import triton_matmul
 from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, dtype_name
 from diyfa.validation import MAX_HEAD_DIM_V, check_booleans, check_named_sizes
 
-# Default sizes: a layer of a 7-billion-parameter model.
-TYPICAL_ATTENTION = {"batch": 1, "heads": 32, "seq_len": 4096, "head_dim": 128}
-TYPICAL_MATMUL = {"m": 4096, "n": 4096, "k": 4096}
-
 
 def _resolve(backend: str | None) -> tuple[Backend, torch.device]:
     from diyfa.device import default_backend
@@ -71,16 +67,9 @@ class BackendSelector:
         return self._backend.name
 
     def _attention(
-        self,
-        batch: int,
-        heads: int,
-        seq_len: int,
-        head_dim: int,
-        causal: bool,
-        dtype: torch.dtype,
-        heads_kv: int | None,
-        needs_grad: bool,
-    ) -> tuple[Kernel, AttentionProblem]:
+        self, batch: int, heads: int, seq_len: int, head_dim: int, causal: bool, dtype: torch.dtype,
+        heads_kv: int | None, needs_grad: bool,
+    ) -> tuple[Kernel, AttentionProblem]:  # fmt: skip
         heads_kv = heads if heads_kv is None else heads_kv
         check_named_sizes(batch=batch, heads=heads, heads_kv=heads_kv, seq_len=seq_len, head_dim=head_dim)
         check_booleans(causal=causal, needs_grad=needs_grad)
@@ -89,20 +78,9 @@ class BackendSelector:
         if heads % heads_kv:
             raise ValueError(f"heads must be a multiple of heads_kv, got {heads} and {heads_kv}")
         problem = AttentionProblem(
-            self._backend.device_type,
-            self._backend.arch(self._device),
-            dtype_name(dtype),
-            "bhsd",
-            batch,
-            heads,
-            heads_kv,
-            seq_len,
-            seq_len,
-            head_dim,
-            head_dim,
-            window_right=0 if causal else -1,
-            needs_grad=needs_grad,
-        )
+            self._backend.device_type, self._backend.arch(self._device), dtype_name(dtype), "bhsd", batch, heads,
+            heads_kv, seq_len, seq_len, head_dim, head_dim, window_right=0 if causal else -1, needs_grad=needs_grad,
+        )  # fmt: skip
         return registry.choose("attention_fwd", problem, self._backend), problem
 
     def _matmul(self, m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Kernel, MatmulProblem]:
@@ -112,22 +90,14 @@ class BackendSelector:
         arch = self._backend.arch(self._device)
         step = 16 // dtype.itemsize  # contiguous matrices whose rows begin at multiples of 16 bytes
         aligned = k % step == 0 and n % step == 0
-        problem = MatmulProblem(
-            self._backend.device_type, arch, dtype_name(dtype), compute, compute, m, n, k, aligned=aligned
-        )
+        device_type = self._backend.device_type
+        problem = MatmulProblem(device_type, arch, dtype_name(dtype), compute, compute, m, n, k, aligned=aligned)
         return registry.choose("matmul", problem, self._backend), problem
 
     def select_attention(
-        self,
-        batch: int,
-        heads: int,
-        seq_len: int,
-        head_dim: int,
-        causal: bool = False,
-        dtype: torch.dtype = torch.float16,
-        heads_kv: int | None = None,
-        needs_grad: bool = False,
-    ) -> Callable[..., Any]:
+        self, batch: int, heads: int, seq_len: int, head_dim: int, causal: bool = False,
+        dtype: torch.dtype = torch.float16, heads_kv: int | None = None, needs_grad: bool = False,
+    ) -> Callable[..., Any]:  # fmt: skip
         """Return `flash_attention` bound to the kernel for these sizes. Call it with (B, H, S, D) q, k, v.
 
         The choice depends on the mask, so `causal` becomes the function's default. Raises ValueError for impossible
@@ -143,35 +113,26 @@ class BackendSelector:
 
 
 class AdaptiveKernelSelector(BackendSelector):
-    """A selector of kernels and tiles for this device, by default for a typical problem (`TYPICAL_ATTENTION`, …)."""
+    """A selector of kernels and tiles for this device. Default sizes: a layer of a 7-billion-parameter model."""
 
     def get_matmul_config(
-        self,
-        m: int = TYPICAL_MATMUL["m"],
-        n: int = TYPICAL_MATMUL["n"],
-        k: int = TYPICAL_MATMUL["k"],
-        dtype: torch.dtype = torch.float16,
+        self, m: int = 4096, n: int = 4096, k: int = 4096, dtype: torch.dtype = torch.float16
     ) -> dict[str, Any]:
         """Return the kernel's name and its tile without tuning: {"kernel": …, "block_m": …, …}."""
         kernel, problem = self._matmul(m, n, k, dtype)
         return {"kernel": kernel.name, **_as_dict(kernel, problem)}
 
     def get_attention_config(
-        self,
-        batch: int = TYPICAL_ATTENTION["batch"],
-        heads: int = TYPICAL_ATTENTION["heads"],
-        seq_len: int = TYPICAL_ATTENTION["seq_len"],
-        head_dim: int = TYPICAL_ATTENTION["head_dim"],
-        causal: bool = True,
+        self, batch: int = 1, heads: int = 32, seq_len: int = 4096, head_dim: int = 128, causal: bool = True,
         dtype: torch.dtype = torch.float16,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """Return the kernel's name and its tile without tuning: {"kernel": …, "block_m": …, …}."""
         kernel, problem = self._attention(batch, heads, seq_len, head_dim, causal, dtype, None, False)
         return {"kernel": kernel.name, **_as_dict(kernel, problem)}
 
     def select_matmul_kernel(self) -> Callable[..., Any]:
         """Return `triton_matmul` on this device's backend. Each call chooses a kernel for its sizes."""
-        return self.select_matmul(TYPICAL_MATMUL["m"], TYPICAL_MATMUL["n"], TYPICAL_MATMUL["k"])
+        return self.select_matmul(4096, 4096, 4096)
 
     def select_attention_kernel(self) -> Callable[..., Any]:
         """Return `flash_attention` on this device's backend. Each call chooses a kernel for its sizes."""

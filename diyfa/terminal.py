@@ -7,18 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# One character each, so that the columns of a table stay aligned.
-SUBSTITUTES = {
-    "×": "x",
-    "…": ".",
-    "·": ".",
-    "–": "-",
-    "−": "-",
-    "→": ">",
-    "µ": "u",
-    "μ": "u",
-    "\N{NO-BREAK SPACE}": " ",
-}
+# One character for each, so that the columns of a table stay aligned.
+SUBSTITUTES = dict(zip("×…·–−→µμ\N{NO-BREAK SPACE}", "x..-->uu ", strict=True))
 HANDLER = "diyfa.substitute"
 
 

@@ -256,6 +256,51 @@ def _random_mask(case: AttentionCase) -> BlockMask:
     return BlockMask.from_dense(keep, (block_q, block_k))
 
 
+def _options(
+    case: AttentionCase, random: Callable[..., torch.Tensor], generator: torch.Generator,
+    to_device: Callable[..., torch.Tensor],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the keyword arguments of the case's call. Random numbers are drawn in the order of the code."""
+    batch, heads, _, seqlen_q, seqlen_k, _, _ = case.sizes
+    options: dict[str, Any] = {"causal": case.causal, "sm_scale": case.sm_scale}
+    if case.seq_lens is not None:
+        options["seq_lens"] = to_device(torch.tensor(case.seq_lens, dtype=torch.int32, device="cpu"))
+    if case.lens_q is not None:
+        options["cu_seqlens_q"] = to_device(_offsets(case.lens_q))
+        options["cu_seqlens_k"] = to_device(_offsets(case.key_lens or ()))
+        options["max_seqlen_q"], options["max_seqlen_k"] = seqlen_q + case.slack, seqlen_k + case.slack
+    if case.window != (-1, -1):
+        options["window"] = case.window
+    if case.softcap:
+        options["softcap"] = case.softcap
+    if case.alibi:
+        shape = (heads,) if case.alibi == "h" else (batch, heads)
+        slopes = random(*shape, dtype=torch.float32).abs() * 0.3
+        if case.slopes:
+            slopes.view(-1).copy_(torch.tensor(case.slopes * slopes.numel(), device="cpu")[: slopes.numel()])
+        options["alibi_slopes"] = to_device(slopes)
+    if case.bias:
+        full = {"b": batch, "h": heads, "q": seqlen_q, "k": seqlen_k, "1": 1}
+        bias = random(*(full[letter] for letter in case.bias), dtype=getattr(torch, case.bias_dtype or case.dtype))
+        options["attn_bias"] = to_device(bias * case.bias_scale, case.bias_grad)
+    if case.mask:
+        mask = _random_mask(case)
+        options["mask"] = BlockMask(mask.shape, to_device(mask.blocks), to_device(mask.bits))
+    if case.score_fn:
+        options["score_fn"] = ScoreFunction("relative", 1, SCORE_EXAMPLE)
+        options["score_tensors"] = (to_device(random(heads, SCORE_EXAMPLE_WIDTH), True),)
+    if case.sinks:
+        options["sinks"] = to_device(random(heads, dtype=torch.float32) + case.sink_offset, True)
+    if case.dropout_p:
+        options["dropout_p"] = case.dropout_p
+        state = torch.randint(2**32, (2,), generator=generator, dtype=torch.int64, device="cpu")
+        if case.dropout_origins:
+            origins = torch.randint(2**31, (batch, 4), generator=generator, dtype=torch.int64, device="cpu")
+            state = torch.cat([state, origins.flatten()])
+        options["rng_state"] = to_device(state)
+    return options
+
+
 def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inputs:
     """Make the tensors of `case`: standard normal, with the same values on every device; leaves require gradients.
 
@@ -263,7 +308,7 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
     """
     generator = torch.Generator().manual_seed(case.seed)
     dtype = getattr(torch, case.dtype)
-    batch, heads, _, seqlen_q, seqlen_k, _, head_dim_v = case.sizes
+    heads, head_dim_v = case.heads, case.sizes[-1]
     samples, rows_q, _ = case.rows
 
     nudges = torch.Generator().manual_seed(case.nudge)
@@ -307,42 +352,7 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu") -> Inpu
     q, k, v = _unpacked(leaves) if case.packing else leaves
     dout = to_device(arrange(dout))
     dlse = to_device(dlse.flatten(0, 1) if case.layout == "3d" else dlse[0] if case.layout == VARLEN else dlse)
-    options: dict[str, Any] = {"causal": case.causal, "sm_scale": case.sm_scale}
-    if case.seq_lens is not None:
-        options["seq_lens"] = to_device(torch.tensor(case.seq_lens, dtype=torch.int32, device="cpu"))
-    if case.lens_q is not None:
-        options["cu_seqlens_q"], options["cu_seqlens_k"] = (
-            to_device(_offsets(lens)) for lens in (case.lens_q, case.key_lens or ())
-        )
-        options["max_seqlen_q"], options["max_seqlen_k"] = seqlen_q + case.slack, seqlen_k + case.slack
-    if case.window != (-1, -1):
-        options["window"] = case.window
-    if case.softcap:
-        options["softcap"] = case.softcap
-    if case.alibi:
-        shape = (heads,) if case.alibi == "h" else (batch, heads)
-        slopes = random(*shape, dtype=torch.float32).abs() * 0.3
-        if case.slopes:
-            slopes.view(-1).copy_(torch.tensor(case.slopes * slopes.numel(), device="cpu")[: slopes.numel()])
-        options["alibi_slopes"] = to_device(slopes)
-    if case.bias:
-        full = {"b": batch, "h": heads, "q": seqlen_q, "k": seqlen_k, "1": 1}
-        bias = random(*(full[letter] for letter in case.bias), dtype=getattr(torch, case.bias_dtype or case.dtype))
-        options["attn_bias"] = to_device(bias * case.bias_scale, case.bias_grad)
-    if case.mask:
-        options["mask"] = _random_mask(case).to(device)
-    if case.score_fn:
-        options["score_fn"] = ScoreFunction("relative", 1, SCORE_EXAMPLE)
-        options["score_tensors"] = (to_device(random(heads, SCORE_EXAMPLE_WIDTH), True),)
-    if case.sinks:
-        options["sinks"] = to_device(random(heads, dtype=torch.float32) + case.sink_offset, True)
-    if case.dropout_p:
-        options["dropout_p"] = case.dropout_p
-        state = torch.randint(2**32, (2,), generator=generator, dtype=torch.int64, device="cpu")
-        if case.dropout_origins:
-            origins = torch.randint(2**31, (batch, 4), generator=generator, dtype=torch.int64, device="cpu")
-            state = torch.cat([state, origins.flatten()])
-        options["rng_state"] = to_device(state)
+    options = _options(case, random, generator, to_device)
     return Inputs(q, k, v, dout, dlse, options, leaves if case.packing else ())
 
 
@@ -355,9 +365,8 @@ def attention_function(case: AttentionCase, **fixed: Any) -> Callable[..., Any]:
     def packed(*owners: torch.Tensor, return_lse: bool = False, **options: Any) -> Any:
         lengths = Lengths(**{name: options.pop(name) for name in LENGTHS if name in options})
         q, k, v = _unpacked(owners)
-        checked = checked_options(
-            q, k, v, lengths, {"layout": case.layout, "packing": case.packing, **options, **fixed}
-        )
+        options |= {"layout": case.layout, "packing": case.packing, **fixed}
+        checked = checked_options(q, k, v, lengths, options)
         first, second = (*owners, None)[:2]
         out, lse = attend(first, second, None, lengths, checked)
         return (out, lse) if return_lse else out
@@ -435,7 +444,7 @@ class Error(NamedTuple):
     rms: float
 
 
-NO_ERROR = Error(0.0, 0.0)
+NO_ERROR, INFINITE_ERROR = Error(0.0, 0.0), Error(float("inf"), float("inf"))
 
 
 def measure_error(actual: torch.Tensor, expected: torch.Tensor) -> Error:
@@ -443,25 +452,24 @@ def measure_error(actual: torch.Tensor, expected: torch.Tensor) -> Error:
     if actual.shape != expected.shape:
         raise ValueError(f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}")
     if expected.numel() == 0:
-        return Error(0.0, 0.0)
+        return NO_ERROR
     actual, expected = actual.double(), expected.double()
     same_infinity = actual.isinf() & (actual == expected)
     difference = torch.where(same_infinity, 0.0, (actual - expected).abs())
     if not bool(difference.isfinite().all()):
-        return Error(float("inf"), float("inf"))
+        return INFINITE_ERROR
     return Error(float(difference.max()), float(difference.square().mean().sqrt()))
 
 
-def _rms(x: torch.Tensor) -> float:
-    x = x.detach().double()
-    finite = x[x.isfinite()]
-    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+def _size(x: torch.Tensor) -> Error:
+    """Return the largest and the root-mean-square magnitude of the finite elements."""
+    x = x.detach().double()[x.isfinite()].abs()
+    return Error(float(x.max()), float(x.square().mean().sqrt())) if x.numel() else NO_ERROR
 
 
 def rounding_unit(expected: torch.Tensor, dtype: torch.dtype) -> Error:
     """Return the largest error of rounding each element to `dtype`: half a unit in its last place."""
-    half_ulp = 0.5 * torch.finfo(dtype).eps * expected[expected.isfinite()].abs()
-    return Error(float(half_ulp.max()) if half_ulp.numel() else 0.0, _rms(half_ulp))
+    return _size(0.5 * torch.finfo(dtype).eps * expected)
 
 
 def error_budget(yardstick: Error, unit: Error) -> Error:
@@ -474,9 +482,7 @@ def _lse_unit(case: AttentionCase, device: str) -> Error:
     """Return the unit of the log-sum-exp, `LSE_UNIT` times each row's largest score: scores are sums of products."""
     inputs = make_inputs(case, device)
     options = {name: _upcast(x) for name, x in _plain_options(case, inputs).items()}
-    scores = LSE_UNIT * largest_scores(*(_upcast(x) for x in inputs[:3]), **options).detach().abs()
-    scores = scores[scores.isfinite()]
-    return Error(float(scores.max()) if scores.numel() else 0.0, _rms(scores))
+    return _size(LSE_UNIT * largest_scores(*(_upcast(x) for x in inputs[:3]), **options))
 
 
 def yardsticks(case: AttentionCase, device: str = "cpu", draws: int = YARDSTICK_DRAWS) -> dict[str, Error]:
@@ -528,17 +534,16 @@ def check_budget(
     is the largest number of inputs on which the yardstick's error is measured.
     """
     expected, yardstick = expected_results(case, device), yardstick_results(case, device)
-    infinite = Error(float("inf"), float("inf"))
     checks = {}
     for name, got, truth, low in zip(Results._fields, actual, expected, yardstick, strict=True):
         if truth is None or low is None:
             if got is not None:
-                checks[name] = Check(infinite, NO_ERROR, "computed although the case has no such input")
+                checks[name] = Check(INFINITE_ERROR, NO_ERROR, "computed although the case has no such input")
         elif got is None:
-            checks[name] = Check(infinite, NO_ERROR, "missing")
+            checks[name] = Check(INFINITE_ERROR, NO_ERROR, "missing")
         elif got.dtype != low.dtype or got.shape != truth.shape:
             problem = f"{got.dtype} {tuple(got.shape)}, expected {low.dtype} {tuple(truth.shape)}"
-            checks[name] = Check(infinite, NO_ERROR, problem)
+            checks[name] = Check(INFINITE_ERROR, NO_ERROR, problem)
         else:
             error = measure_error(got, truth)
             unit = _lse_unit(case, device) if name == "lse" else rounding_unit(truth, low.dtype)
@@ -555,10 +560,9 @@ def assert_within_budget(
 ) -> None:
     """Assert that each result of `case` is within its error budget (`check_budget`). The error lists the others."""
     failures = []
-    for name, check in check_budget(actual, case, device, draws).items():
-        error, budget = check.error, check.budget
-        if check.problem:
-            failures.append(f"{name}: {check.problem}")
+    for name, (error, budget, problem) in check_budget(actual, case, device, draws).items():
+        if problem:
+            failures.append(f"{name}: {problem}")
         elif not (error.max_abs <= budget.max_abs and error.rms <= budget.rms):
             got = getattr(actual, name)
             failures.append(
@@ -570,6 +574,12 @@ def assert_within_budget(
 
 
 # ---- Public validation ------------------------------------------------------------------------------------------
+
+
+def _random(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return standard normal tensors, the same on every machine."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes]
 
 
 def _compare(
@@ -591,28 +601,21 @@ def _compare(
     return passed, max_diff
 
 
-def _reference_device(device: torch.device | str) -> torch.device:
-    """Return the device that computes float64: a CUDA device itself, else the CPU (NPUs have no float64 products)."""
+def _float64(device: torch.device | str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors in float64, on `device` if it is CUDA's, else on the CPU: NPUs have no float64 products."""
     device = torch.device(device)
-    return device if device.type == "cuda" else torch.device("cpu")
+    return [x.to(device if device.type == "cuda" else "cpu").double() for x in tensors]
 
 
 def validate_matmul(
-    triton_fn: Callable[..., torch.Tensor],
-    m: int,
-    n: int,
-    k: int,
-    rtol: float = 1e-3,
-    atol: float = 1e-3,
-    dtype: torch.dtype = torch.float16,
-    device: torch.device | str | None = None,
-    verbose: bool = False,
-) -> tuple[bool, float]:
+    triton_fn: Callable[..., torch.Tensor], m: int, n: int, k: int, rtol: float = 1e-3, atol: float = 1e-3,
+    dtype: torch.dtype = torch.float16, device: torch.device | str | None = None, verbose: bool = False,
+) -> tuple[bool, float]:  # fmt: skip
     """Compare `triton_fn(a, b)` on random (m, k) and (k, n) matrices with PyTorch's product in float64.
 
     Tolerances are at least one rounding unit of the result's dtype. The default `device` is this machine's accelerator,
-    else the CPU. On the CPU pass a function that asks for the CPU backend:
-    `lambda a, b: triton_matmul(a, b, backend="cpu")`.
+    else the CPU. On the CPU pass a function that asks for the CPU backend, as `lambda a, b: triton_matmul(a, b,
+    backend="cpu")` does, or call this inside `diyfa.use_backend("cpu")`.
 
     Returns:
         (whether it agrees, the largest absolute difference).
@@ -621,54 +624,27 @@ def validate_matmul(
         ValueError: the function's result has another shape than (m, n).
     """
     device = present_device() if device is None else device
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn((m, k), generator=generator, device="cpu").to(dtype)
-    b = torch.randn((k, n), generator=generator, device="cpu").to(dtype)
-    reference_device = _reference_device(device)
+    a, b = _random(dtype, (m, k), (k, n))
     actual = triton_fn(a.to(device), b.to(device))
     # float32 inputs are multiplied in float16 by default, so the expected product is that of the rounded inputs.
-    a, b = (x.to(actual.dtype) if x.dtype == torch.float32 else x for x in (a, b))
-    expected = a.to(reference_device).double() @ b.to(reference_device).double()
+    a, b = _float64(device, *(x.to(actual.dtype) if x.dtype == torch.float32 else x for x in (a, b)))
+    expected = a @ b
     return _compare(f"matmul {m}x{n}x{k} {dtype} on {device}", actual, expected, (rtol, atol), verbose)
 
 
 def validate_attention(
-    flash_fn: Callable[..., torch.Tensor],
-    batch: int,
-    heads: int,
-    seq_len: int,
-    head_dim: int,
-    causal: bool = False,
-    rtol: float = 1e-3,
-    atol: float = 1e-3,
-    dtype: torch.dtype = torch.float16,
-    device: torch.device | str | None = None,
-    verbose: bool = False,
-) -> tuple[bool, float]:
+    flash_fn: Callable[..., torch.Tensor], batch: int, heads: int, seq_len: int, head_dim: int, causal: bool = False,
+    rtol: float = 1e-3, atol: float = 1e-3, dtype: torch.dtype = torch.float16,
+    device: torch.device | str | None = None, verbose: bool = False,
+) -> tuple[bool, float]:  # fmt: skip
     """Compare `flash_fn(q, k, v, causal=causal)` on random (B, H, S, D) tensors with PyTorch's attention in float64.
 
-    Tolerances are at least one rounding unit of the result's dtype. The default `device` is this machine's accelerator,
-    else the CPU. On the CPU pass a function that asks for the CPU backend, or call this inside
-    `diyfa.use_backend("cpu")`.
-
-    Returns:
-        (whether it agrees, the largest absolute difference).
-
-    Raises:
-        ValueError: the function's result has another shape than (batch, heads, seq_len, head_dim).
+    Tolerances, device, result and errors are as for `validate_matmul`.
     """
     device = present_device() if device is None else device
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn((batch, heads, seq_len, head_dim), generator=generator, device="cpu").to(dtype) for _ in range(3)
-    )
-    reference_device = _reference_device(device)
-    actual = flash_fn(q.to(device), k.to(device), v.to(device), causal=causal)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q.to(reference_device).double(),
-        k.to(reference_device).double(),
-        v.to(reference_device).double(),
-        is_causal=causal,
-    )
+    qkv = _random(dtype, *[(batch, heads, seq_len, head_dim)] * 3)
+    actual = flash_fn(*(x.to(device) for x in qkv), causal=causal)
+    q, k, v = _float64(device, *qkv)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
     name = f"attention ({batch}, {heads}, {seq_len}, {head_dim}) {'causal ' if causal else ''}{dtype} on {device}"
     return _compare(name, actual, expected, (rtol, atol), verbose)

@@ -221,13 +221,9 @@ class Tuner:
         return True
 
     def best(
-        self,
-        kernel: str,
-        bucket: Hashable,
-        candidates: Sequence[Config],
-        run: Callable[[Config], None],
+        self, kernel: str, bucket: Hashable, candidates: Sequence[Config], run: Callable[[Config], None],
         default: Config,
-    ) -> Config:
+    ) -> Config:  # fmt: skip
         """Return the fastest of `candidates` and `default` for a bucket of problems.
 
         Args:
@@ -358,14 +354,9 @@ class Tuner:
         return next((c for c in candidates if asdict(c) == row["config"]), None)  # type: ignore[call-overload]
 
     def _measure(
-        self,
-        file: TuneFile | None,
-        kernel: str,
-        bucket: Hashable,
-        candidates: Sequence[Config],
-        run: Callable[[Config], None],
-        default: Config,
-    ) -> Config:
+        self, file: TuneFile | None, kernel: str, bucket: Hashable, candidates: Sequence[Config],
+        run: Callable[[Config], None], default: Config,
+    ) -> Config:  # fmt: skip
         plain: list[dict[str, Any]] = [asdict(config) for config in candidates]  # type: ignore[call-overload]
         rounds: dict[int, list[float]] = {i: [] for i, config in enumerate(plain) if config not in self._without}
         for _ in range(self._rounds):
@@ -393,11 +384,7 @@ class Tuner:
             ms, index = default_ms, candidates.index(default)
         chosen = candidates[index]
         log.info("%s %r: %r takes %.4f ms, the fastest of %d", kernel, bucket, chosen, ms, len(times))
-        row = {
-            "config": plain[index],
-            "ms": float(ms),
-            "measured": datetime.date.today().isoformat(),
-        }
+        row = {"config": plain[index], "ms": float(ms), "measured": datetime.date.today().isoformat()}
         if file is None:
             log.warning("the result holds for this process only: %s", NO_FOLDER)
             return chosen

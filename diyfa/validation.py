@@ -84,11 +84,19 @@ def check_named_sizes(**sizes: object) -> None:
             raise ValueError(f"{name} must be positive, got 0")
 
 
-def check_same_device(first: torch.Tensor, **others: torch.Tensor | None) -> None:
+def check_same_device(first: torch.Tensor, first_name: str = "q", /, **others: torch.Tensor | None) -> None:
     """Check that every given tensor is on the device of `first`."""
     for name, x in others.items():
         if x is not None and x.device != first.device:
-            raise ValueError(f"all tensors must be on the same device: q is on {first.device}, {name} on {x.device}")
+            devices = f"{first_name} is on {first.device}, {name} on {x.device}"
+            raise ValueError(f"all tensors must be on the same device: {devices}")
+
+
+def check_last_stride(**tensors: torch.Tensor) -> None:
+    """Check that the last dimension of every tensor has stride 1."""
+    for name, x in tensors.items():
+        if x.stride(-1) != 1 and x.shape[-1] != 1 and x.numel():
+            raise ValueError(f"the last dimension of {name} must have stride 1, got strides {x.stride()}")
 
 
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, int, int, int]) -> None:
@@ -109,30 +117,27 @@ def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[i
         )
     elif k.dtype != q.dtype or v.dtype != q.dtype:
         raise TypeError(f"dtypes must match: q is {q.dtype}, k {k.dtype}, v {v.dtype}")
-    if k.device != q.device or v.device != q.device:
-        raise ValueError(
-            f"all tensors must be on the same device: q is on {q.device}, k on {k.device}, v on {v.device}"
-        )
+    check_same_device(q, k=k, v=v)
     b, h, s, d = dims
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape  # each access makes a new object
-    if not 1 <= q_shape[d] <= MAX_HEAD_DIM:
-        raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM} for q and k, got {q_shape[d]}")
-    if not 1 <= v_shape[d] <= MAX_HEAD_DIM_V:
-        raise ValueError(f"Unsupported head_dim: expected 1 to {MAX_HEAD_DIM_V} for v, got {v_shape[d]}")
     if k_shape[d] != q_shape[d]:
         raise ValueError(f"q and k must have the same head_dim, got q {_shape(q)} and k {_shape(k)}")
     if b is not None and (k_shape[b] != q_shape[b] or v_shape[b] != q_shape[b]):
         raise ValueError(f"q, k and v must have the same batch, got {_shape(q)}, {_shape(k)}, {_shape(v)}")
-    heads, heads_kv = q_shape[h], k_shape[h]
-    if heads_kv != v_shape[h] or k_shape[s] != v_shape[s]:
+    if k_shape[h] != v_shape[h] or k_shape[s] != v_shape[s]:
         raise ValueError(f"k and v must have the same heads and length, got k {_shape(k)} and v {_shape(v)}")
+    check_heads(q_shape[h], k_shape[h], q_shape[d], v_shape[d])
+    check_last_stride(q=q, k=k, v=v)
+
+
+def check_heads(heads: int, heads_kv: int, head_dim: int, head_dim_v: int) -> None:
+    """Check the numbers of heads and of their features."""
+    for names, size, largest in (("q and k", head_dim, MAX_HEAD_DIM), ("v", head_dim_v, MAX_HEAD_DIM_V)):
+        if not 1 <= size <= largest:
+            raise ValueError(f"Unsupported head_dim: expected 1 to {largest} for {names}, got {size}")
     if heads_kv == 0 or heads == 0 or heads % heads_kv:
-        raise ValueError(
-            f"the query heads must be a positive multiple of the key/value heads, got {heads} and {heads_kv}"
-        )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.stride(-1) != 1 and x.shape[-1] != 1 and x.numel():
-            raise ValueError(f"the last dimension of {name} must have stride 1, got strides {x.stride()}")
+        got = f"{heads} and {heads_kv}"
+        raise ValueError(f"the query heads must be a positive multiple of the key/value heads, got {got}")
 
 
 def check_eight_bits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -346,8 +351,7 @@ def check_optional_tensors(q: torch.Tensor, sizes: Sizes, arguments: dict[str, A
         assert feature.shape is not None, "or it is not checked here"
         if problem := feature.shape.refuses(x, sizes):
             raise ValueError(f"{name} must {problem}")
-        if x.device != q.device:
-            check_same_device(q, **{name: x})
+        check_same_device(q, **{name: x})
 
 
 def check_mask(mask: Any, q: Any, k: Any, arguments: dict[str, Any], window_name: str) -> None:
@@ -381,9 +385,8 @@ def checked_score_function(score_fn: Any, tensors: Any, score_grad_fn: Any) -> d
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, (tuple, list)):
         raise TypeError(f"score_tensors must be a tuple of tensors, got {type(tensors).__name__}")
     if len(tensors) != function.tensors:
-        raise ValueError(
-            f"{function.name} takes {function.tensors} captured tensors, got {len(tensors)} in score_tensors"
-        )
+        expected = f"{function.tensors} captured tensors"
+        raise ValueError(f"{function.name} takes {expected}, got {len(tensors)} in score_tensors")
     for n, x in enumerate(tensors):
         if x is None:  # an option that is not given, and so not checked later
             check_tensors(**{f"score_tensors[{n}]": x})
@@ -407,10 +410,11 @@ def check_derivatives(options: AttentionOptions) -> None:
 
 def check_batch_invariant(lengths: Lengths, options: dict[str, Any]) -> None:
     """Check that a call has nothing that the mode `diyfa.batch_invariant` does not compute."""
-    used_options = {"attn_bias": options.get("attn_bias") is not None, "dropout_p": bool(options.get("dropout_p"))}
-    used_options["seq_lens"] = lengths.seq_lens is not None
-    used_options["mask"] = options.get("mask_blocks") is not None
-    used_options["score_fn"] = bool(options.get("score_fn"))
+    used_options = {
+        "attn_bias": options.get("attn_bias") is not None, "dropout_p": bool(options.get("dropout_p")),
+        "seq_lens": lengths.seq_lens is not None, "mask": options.get("mask_blocks") is not None,
+        "score_fn": bool(options.get("score_fn")),
+    }  # fmt: skip
     if refused := [name for name, is_used in used_options.items() if is_used]:
         raise ValueError(f"diyfa.batch_invariant() takes no {', '.join(refused)}: a cache has nothing like it to equal")
 
@@ -424,8 +428,7 @@ def check_matmul(a: torch.Tensor, b: torch.Tensor) -> None:
         raise TypeError(f"Unsupported dtype {a.dtype}: expected float16, bfloat16, float32 or float8_e4m3fn")
     if b.dtype != a.dtype:
         raise TypeError(f"dtypes must match: a is {a.dtype}, b is {b.dtype}")
-    if a.device != b.device:
-        raise ValueError(f"all tensors must be on the same device: a is on {a.device}, b on {b.device}")
+    check_same_device(a, "a", b=b)
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"Incompatible dimensions: a is {_shape(a)}, b is {_shape(b)}; a.shape[1] must be b.shape[0]")
 
@@ -448,12 +451,6 @@ def check_blocks(blocks: tuple[int | None, int | None, int | None], sizes: tuple
             raise ValueError(f"{name} must be a power of two of at least 16, got {block}")
 
 
-def _check_device_of_a(a: torch.Tensor, **others: torch.Tensor) -> None:
-    for name, x in others.items():
-        if x.device != a.device:
-            raise ValueError(f"all tensors must be on the same device: a is on {a.device}, {name} on {x.device}")
-
-
 def check_epilogue(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> None:
     """Check that bias is (N,) of a supported dtype on a's device, and that the activation is one of ACTIVATIONS."""
     if activation is not None and activation not in ACTIVATIONS:
@@ -465,7 +462,7 @@ def check_epilogue(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, 
         raise ValueError(f"bias must have shape ({b.shape[1]},), one number for each column of b, got {_shape(bias)}")
     if bias.dtype not in MATMUL_DTYPES:
         raise TypeError(f"Unsupported dtype {bias.dtype} of bias: expected float16, bfloat16 or float32")
-    _check_device_of_a(a, bias=bias)
+    check_same_device(a, "a", bias=bias)
 
 
 def check_descales(
@@ -483,7 +480,7 @@ def check_descales(
             raise TypeError(f"{name} must be float32, got {x.dtype}")
         if x.shape not in {(), (1,), (1, 1), *shapes}:
             raise ValueError(f"{name} must have one number or shape {shapes[0]} or {shapes[1]}, got {_shape(x)}")
-        _check_device_of_a(a, **{name: x})
+        check_same_device(a, "a", **{name: x})
 
 
 def check_product_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
@@ -493,7 +490,7 @@ def check_product_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype
         raise ValueError(f"out must have shape {(a.shape[0], b.shape[1])}, got {_shape(out)}")
     if out.dtype != dtype:
         raise TypeError(f"out must be {dtype}, as out_dtype says, got {out.dtype}")
-    _check_device_of_a(a, out=out)
+    check_same_device(a, "a", out=out)
     if not torch.compiler.is_compiling() and out.is_neg():
         raise ValueError("out must hold its numbers themselves, got a view that negates them, such as x.conj().imag")
     (rows, columns), (row, column) = out.shape, out.stride()
@@ -513,16 +510,16 @@ def check_no_overlap(out: torch.Tensor, inputs: Sequence[torch.Tensor | None], n
             raise ValueError(f"out must not share memory with {name}")
 
 
-def _meet(distance: int, dims: list[tuple[int, int, int]]) -> bool:
+def _have_common_element(distance: int, dims: list[tuple[int, int, int]]) -> bool:
     """Return whether two tensors have an element in common, if the second begins `distance` elements behind the first.
     `dims`: (stride, size of the first, size of the second), the largest stride first."""
     if not dims:
         return distance == 0
     (stride, size, other), *inner = dims
     if stride == 0:
-        return _meet(distance, inner)
+        return _have_common_element(distance, inner)
     steps = distance // stride
-    return any(-other < n < size and _meet(distance - n * stride, inner) for n in (steps, steps + 1))
+    return any(-other < n < size and _have_common_element(distance - n * stride, inner) for n in (steps, steps + 1))
 
 
 def memory_span(x: torch.Tensor) -> int:
@@ -546,4 +543,4 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     if [stride for stride, _ in dims] != [stride for stride, _ in others] or x.dtype != y.dtype:
         return False
     sizes = [(stride, n, other) for (stride, n), (_, other) in zip(dims, others, strict=True)]
-    return _meet((begins[1] - begins[0]) // size, sizes)
+    return _have_common_element((begins[1] - begins[0]) // size, sizes)

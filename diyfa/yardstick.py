@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from diyfa.block_lists import visible_pairs
 from diyfa.eight_bits import EIGHT_BIT_DTYPES, WEIGHT_SHIFT, Quantized
 from diyfa.features import dtype_name
 from diyfa.options import AttentionOptions, Lengths
-from diyfa.reference import attention_by, captured_among, score_positions, visible_keys
+from diyfa.reference import Input, attention_by, captured_among, score_positions, within_sequences
 from diyfa.score_functions import apply_score_function
 
 _INF = float("inf")
@@ -45,12 +44,8 @@ class _Call(NamedTuple):
 
 
 def _scores_log2(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    bias: torch.Tensor | None,
-    captured: Sequence[torch.Tensor],
-    call: _Call,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, captured: Sequence[torch.Tensor], call: _Call,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Return (the scores in units of log2, -inf where unseen; the tanh of the softcap for its gradient, or None; the
     scores that the score function got, or None)."""
     s, tanh = q @ k.mT, None
@@ -80,19 +75,12 @@ def _function_gradients(
         learned = [x for x in tensors if x.requires_grad]
         visible = call.visible & (ds != 0)
         new = apply_score_function(call.score_fn, scores, call.positions, visible, tensors)
-        d_scores, *rest = torch.autograd.grad(
-            new, [scores, *learned], ds, allow_unused=True, materialize_grads=True
-        )  # fmt: skip
+        d_scores, *rest = torch.autograd.grad(new, [scores, *learned], ds, allow_unused=True, materialize_grads=True)
     remaining = iter(rest)
     return d_scores, [next(remaining) if x.requires_grad else None for x in tensors]
 
 
-def _update(
-    s: torch.Tensor,
-    m: torch.Tensor,
-    l: torch.Tensor,  # noqa: E741
-    acc: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _update(s: torch.Tensor, m: torch.Tensor, l: torch.Tensor, acc: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: E741
     """Return the weights of a block of scores, and the maximum, sum and accumulator, rescaled to include it.
 
     The accumulator is rescaled only: the caller adds the weighted values.
@@ -176,19 +164,11 @@ def _prepared(
     q, k, v, lengths: Lengths, options: AttentionOptions, keep: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, _Call]:
     """Return q, k and v with zeros beyond the sequences' ends, the mask of valid queries, and the rest of the call."""
-    window, seq_lens, alibi_slopes = (options.window_left, options.window_right), lengths.seq_lens, options.alibi_slopes
-    batch, heads, seqlen_q, _ = q.shape
-    seqlen_k, wide = k.shape[2], torch.promote_types(q.dtype, torch.float32)
-    visible, valid_q, distance = visible_keys(batch, seqlen_q, seqlen_k, window, seq_lens, q.device)
-    if seq_lens is not None:
-        valid_k = torch.arange(seqlen_k, device=q.device)[:, None] < seq_lens.to(q.device)[:, None, None, None]
-        q, k, v = torch.where(valid_q, q, 0), torch.where(valid_k, k, 0), torch.where(valid_k, v, 0)
-    if options.mask_blocks is not None and options.mask_bits is not None:
-        rows, columns = slice(0, seqlen_q), slice(0, seqlen_k)
-        visible = visible & visible_pairs(options.mask_blocks, options.mask_bits, (seqlen_q, seqlen_k), rows, columns)
-    alibi = None
-    if alibi_slopes is not None:
-        alibi = -alibi_slopes.to(wide).expand(batch, heads)[:, :, None, None] * distance.abs()
+    (q, k, v), (visible, valid_q, distance) = within_sequences(q, k, v, lengths, options)
+    (batch, heads), alibi = q.shape[:2], None
+    if options.alibi_slopes is not None:
+        slopes = options.alibi_slopes.to(torch.promote_types(q.dtype, torch.float32))
+        alibi = -slopes.expand(batch, heads)[:, :, None, None] * distance.abs()
     positions = score_positions(distance, heads) if options.score_fn else ()
     return q, k, v, valid_q, _Call(
         options.sm_scale, options.softcap, visible, alibi, keep, 1 / (1 - options.dropout_p),
@@ -224,17 +204,11 @@ def _row_maxima(q, k, v, lengths: Lengths, options: AttentionOptions, keep: torc
 
 
 def plain_flash_attention(
-    q: torch.Tensor | Quantized,
-    k: torch.Tensor | Quantized,
-    v: torch.Tensor | Quantized,
-    *,
-    return_lse: bool = False,
-    **options: Any,
+    q: Input, k: Input, v: Input, *, return_lse: bool = False, **options: Any
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute FlashAttention in q's dtype. Arguments and results are those of `diyfa.reference_attention`."""
-    values: torch.Tensor = v.values if isinstance(v, Quantized) else v
-    first: torch.Tensor = q.values if isinstance(q, Quantized) else q
-    weight_dtype = values.dtype if first.dtype in EIGHT_BIT_DTYPES else None
+    q_dtype, v_dtype = (x.values.dtype if isinstance(x, Quantized) else x.dtype for x in (q, v))
+    weight_dtype = v_dtype if q_dtype in EIGHT_BIT_DTYPES else None
     out, lse = attention_by(partial(_attend, weight_dtype=weight_dtype), q, k, v, **options)
     return (out, lse) if return_lse else out
 

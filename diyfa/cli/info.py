@@ -5,6 +5,7 @@ By default it is a summary of at most `SCREEN` lines; `--all` prints every kerne
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -34,6 +35,7 @@ from diyfa.versions import cpu_name, versions
 TYPICAL_ARCH = {"cuda": "sm_90", "npu": "Ascend910B3", "cpu": "cpu"}
 
 ATTENTION = {"attention_fwd": "forward", "attention_bwd": "backward"}
+NO_DEVICE = 'No accelerator that PyTorch can use; the CPU runs what names it: backend="cpu".'
 SCREEN = 40  # lines of the summary, in 80 columns
 TEXT = 54  # letters of a row's text in a line of 80 columns
 
@@ -62,40 +64,29 @@ class Requirement:
 REQUIREMENTS = (
     Requirement("rich, typer", "this command line", "pip install 'diyfa[cli]'", lambda v: True),
     Requirement(
-        "triton",
-        "kernels on NVIDIA GPUs, and `diyfa compile sm_90`",
+        "triton", "kernels on NVIDIA GPUs, and `diyfa compile sm_90`",
         "pip install triton (in an environment without triton-ascend)",
         lambda v: "triton" in v and "triton-ascend" not in v,
     ),
     Requirement(
-        "an NVIDIA GPU",
-        "the cuda backend",
+        "an NVIDIA GPU", "the cuda backend",
         "a GPU of compute capability 7.5 or later, its driver, and a CUDA build of PyTorch",
         lambda v: torch.cuda.is_available(),
     ),
+    Requirement("torch_npu", "PyTorch on Ascend NPUs", TORCH_NPU_REMEDY, lambda v: "torch_npu" in v),
     Requirement(
-        "torch_npu",
-        "PyTorch on Ascend NPUs",
-        TORCH_NPU_REMEDY,
-        lambda v: "torch_npu" in v,
-    ),
-    Requirement(
-        "triton-ascend",
-        "kernels on Ascend NPUs",
-        f"{GET_TRITON_ASCEND}, in an environment without NVIDIA's Triton",
+        "triton-ascend", "kernels on Ascend NPUs", f"{GET_TRITON_ASCEND}, in an environment without NVIDIA's Triton",
         lambda v: "triton-ascend" in v,
     ),
     Requirement("CANN", "running anything on an Ascend NPU", CANN_REMEDY, lambda v: bool(cann_version(Machine()))),
     Requirement(
-        "ascendnpu-ir",
-        "`diyfa compile 910B3` without CANN",
-        "pip install 'diyfa[npu-compile]'",
+        "ascendnpu-ir", "`diyfa compile 910B3` without CANN", "pip install 'diyfa[npu-compile]'",
         lambda v: "ascendnpu-ir" in v,
     ),
     Requirement(
         "matplotlib", "`diyfa demo --plot`", "pip install 'diyfa[plot]'", lambda v: bool(find_spec("matplotlib"))
     ),
-)
+)  # fmt: skip
 
 
 def _typical(backend: Backend, arch: str, op: str, **changes: Any) -> AttentionProblem | KVCacheProblem | MatmulProblem:
@@ -191,7 +182,7 @@ def _print_devices() -> None:
     for index, device in enumerate(devices):
         out.print(table(f"device {index}", ["", ""], [list(pair) for pair in describe(device)], show_header=False))
     if not devices:
-        out.print('No accelerator that PyTorch can use; the CPU runs what names it: backend="cpu".', highlight=False)
+        out.print(NO_DEVICE, highlight=False)
 
 
 def _print_ascend(rows: list[dict[str, str]], longest: int | None = None) -> None:
@@ -199,14 +190,13 @@ def _print_ascend(rows: list[dict[str, str]], longest: int | None = None) -> Non
 
     Rows are shortened to `longest` letters.
     """
-    colours = {FINE: "green", WRONG: "red"}
-    grid = Table.grid(padding=(0, 2, 0, 0))
+    colours, lines = {FINE: "green", WRONG: "red"}, []
     for f in rows:
         text = f"{f['found']}: {f['remedy']}" if f["remedy"] else f["found"]
         text = text if longest is None else shorten(text, longest, placeholder=" ...")
-        grid.add_row(f"[{colours.get(f['verdict'], 'yellow')}]{f['verdict']}[/]", f["part"], escape(text))
+        lines.append((f"[{colours.get(f['verdict'], 'yellow')}]{f['verdict']}[/]", f["part"], escape(text)))
     out.print("Ascend: what is here, and whether it will do", style="italic")
-    out.print(grid)
+    out.print(_grid(lines))
 
 
 def _print_requirements(requirements: list[dict[str, Any]]) -> None:
@@ -218,25 +208,19 @@ def _print_requirements(requirements: list[dict[str, Any]]) -> None:
 
 def _print_summary(report: dict[str, Any]) -> None:
     """Print what this machine has, which backends run on it, and what is missing, one row each."""
-    groups: dict[str, int] = {}
-    for device in detect():
-        facts = dict(describe(device))
-        text = ", ".join([facts.pop("name"), facts.pop("architecture"), facts.pop("memory")])
-        groups[text] = groups.get(text, 0) + 1
+    groups = Counter(", ".join(value for _, value in describe(device)[:3]) for device in detect())
     for text, count in groups.items():
         out.print(f"{count} x {text}", highlight=False)
     if not groups:
-        out.print('No accelerator that PyTorch can use; the CPU runs what names it: backend="cpu".', highlight=False)
+        out.print(NO_DEVICE, highlight=False)
     if report["ascend"]:
         _print_ascend(report["ascend"], 2 * TEXT)
     out.print("\nbackends", style="italic")
     out.print(_list(line for backend in report["backends"] for line in _summary_of(backend)))
     out.print("\ncomponents", style="italic")
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for r in report["requirements"]:
-        text = shorten(r["enables"] if r["present"] else r["how"], TEXT, placeholder=" ...")
-        grid.add_row(_mark(r["present"]), r["what"], escape(text))
-    out.print(grid)
+    texts = [(r, r["enables"] if r["present"] else r["how"]) for r in report["requirements"]]
+    rows = [(_mark(r["present"]), r["what"], escape(shorten(text, TEXT, placeholder=" ..."))) for r, text in texts]
+    out.print(_grid(rows))
     clients = [f"{r['client']} {'on' if r['on'] else 'off'}" for r in report["integrations"] if r["installed"]]
     if clients:
         out.print(f"\nInside other software, in this process: {', '.join(clients)}", highlight=False)
@@ -247,19 +231,13 @@ def _summary_of(info: dict[str, Any]) -> list[tuple[str, str]]:
     """Return rows (name, text) of one backend: where it runs, its kernels and the features that no kernel runs."""
     if not info["loads"]:
         return [(info["name"], f"not available: {info['reason']}")]
-    state = "usable here" if info["usable_here"] else "no device here"
-    if info["only_when_named"]:
-        state += ", only when named"
-    kernels = [
-        f"{direction} " + ", ".join(k["name"] for k in info["kernels"] if k["op"] == op)
-        for op, direction in ATTENTION.items()
-        if any(k["op"] == op for k in info["kernels"])
-    ]
-    rows = [(info["name"], f"{state}; {'; '.join(kernels)} ({info['arch']})")]
-    passes = {k["op"] for k in info["kernels"] if k["op"] in ATTENTION}
-    refusing = {
-        r["feature"]: {s["op"] for s in info["refusals"] if s["feature"] == r["feature"]} for r in info["refusals"]
-    }
+    names = {op: [k["name"] for k in info["kernels"] if k["op"] == op] for op in ATTENTION}
+    passes = {op for op in ATTENTION if names[op]}
+    kernels = "; ".join(f"{ATTENTION[op]} {', '.join(names[op])}" for op in ATTENTION if names[op])
+    rows = [(info["name"], f"{_state(info)}; {kernels} ({info['arch']})")]
+    refusing: dict[str, set[str]] = {}  # feature -> operations that no kernel runs with it
+    for each in info["refusals"]:
+        refusing.setdefault(each["feature"], set()).add(each["op"])
     refused = [
         feature if ops >= passes else f"{feature} ({', '.join(ATTENTION[op] for op in ATTENTION if op in ops)})"
         for feature, ops in refusing.items()
@@ -284,12 +262,22 @@ def _print_integrations(clients: list[dict[str, Any]]) -> None:
     out.print(table("inside other software, in this process", headings, rows))
 
 
+def _grid(rows: Iterable[tuple[str, ...]]) -> Table:
+    """Return a table of cells with markup, without a frame."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
 def _list(pairs: Iterable[tuple[str, str]]) -> Table:
     """Return a table of two columns of text without a frame."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    for first, second in pairs:
-        grid.add_row(escape(first), escape(second))
-    return grid
+    return _grid((escape(first), escape(second)) for first, second in pairs)
+
+
+def _state(info: dict[str, Any]) -> str:
+    here = "usable here" if info["usable_here"] else "no device here"
+    return f"{here}, only when named" if info["only_when_named"] else here
 
 
 def _mark(is_present: bool) -> str:
@@ -302,11 +290,8 @@ def _print_backend(info: dict[str, Any]) -> None:
         out.print(f"[bold]{escape(info['name'])}[/bold]: not available: ", end="")
         out.print(info["reason"], markup=False, highlight=False)
         return
-    state = "usable here" if info["usable_here"] else "no device here"
-    if info["only_when_named"]:
-        state += ", only when named"
     rows = [[kernel["op"], kernel["name"], escape(kernel["summary"])] for kernel in info["kernels"]]
-    out.print(table(f"backend {info['name']} ({state})", ["operation", "kernel", "summary"], rows))
+    out.print(table(f"backend {info['name']} ({_state(info)})", ["operation", "kernel", "summary"], rows))
     if info["binaries"]:
         out.print(_list([("compiled kernels", info["binaries"])]))
     attention = [s for s in info["features"] if s["op"] in ATTENTION]

@@ -75,15 +75,9 @@ class LoggedProgress(Progress):
 def progress_bar(enabled: bool = True) -> Progress:
     """Return a progress bar on standard error; it prints lines if that is no terminal. --json: `enabled` is false."""
     progress = LoggedProgress(
-        SpinnerColumn("line"),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=err,
-        disable=not enabled or not err.is_terminal,
-    )
+        SpinnerColumn("line"), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+        console=err, disable=not enabled or not err.is_terminal,
+    )  # fmt: skip
     progress.logs = enabled and not err.is_terminal
     return progress

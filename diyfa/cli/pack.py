@@ -54,18 +54,11 @@ def run(arch: str, folder: Path, jobs: int | None, only: str | None, listing: bo
     warmed = compile_missing(list(recording.kernels.values()), jobs, f"compiling for {arch}", json)
     if warmed.failures:
         return 1
-    version = diyfa.__version__
     with tempfile.TemporaryDirectory() as temporary:
         module = backend.write_pack(arch, recording.kernels.values(), Path(temporary))
         files = {f"{module.name}/{file.name}": file.read_bytes() for file in sorted(module.iterdir())}
-    wheel = write_wheel(
-        folder,
-        module.name,
-        version,
-        f"Compiled kernels of diyfa for {arch}",
-        files,
-        local="" if only is None else "some",
-    )
+    summary, local = f"Compiled kernels of diyfa for {arch}", "" if only is None else "some"
+    wheel = write_wheel(folder, module.name, diyfa.__version__, summary, files, local=local)
     size = wheel.stat().st_size
     report = {
         "arch": arch, "wheel": str(wheel), "bytes": size, "calls": len(every) - len(recording.refused),

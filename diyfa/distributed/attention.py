@@ -77,12 +77,9 @@ def _cheapest(
 
 
 def _chosen(
-    method: str,
-    groups: tuple[dist.ProcessGroup, ...],
-    qkv: tuple[torch.Tensor, ...],
-    sharding: Sharding,
+    method: str, groups: tuple[dist.ProcessGroup, ...], qkv: tuple[torch.Tensor, ...], sharding: Sharding,
     options: AttentionOptions,
-) -> str:
+) -> str:  # fmt: skip
     """Return the method that runs.
 
     Raises:
@@ -104,29 +101,13 @@ def _chosen(
 
 @without_unknown
 def context_parallel_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: Group = None,
-    *,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    method: str = "auto",
-    load_balance: str = "zigzag",
-    layout: str = "bhsd",
-    cu_seqlens: torch.Tensor | None = None,
-    window: tuple[int, int] = UNBOUNDED,
-    softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    variant: str = "auto",
-    backend: str | None = None,
-    **unknown: NoReturn,
-) -> Result:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group = None,
+    *, causal: bool = False, sm_scale: float | None = None, method: str = "auto", load_balance: str = "zigzag",
+    layout: str = "bhsd", cu_seqlens: torch.Tensor | None = None, window: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0, rng_state: torch.Tensor | None = None, deterministic: bool = False,
+    return_lse: bool = False, variant: str = "auto", backend: str | None = None, **unknown: NoReturn,
+) -> Result:  # fmt: skip
     """`flash_attention` over a sequence that the ranks of `group` share: each has its rows (`shard_sequence`).
 
     All ranks must call it with arguments that differ in the values of tensors alone; the first call of each kind
@@ -308,17 +289,16 @@ def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
         return _Plan(None, _ring(groups[0], segments, offsets, options, call.mask_origin), NO_LENGTHS, options)
     size, heads = dist.get_world_size(groups[-1]), head_dim(options.layout)
     head += dist.get_rank(groups[-1]) * (qkv[0].shape[heads] // size)
-    teams = [segments[n : n + size] for n in range(0, len(segments), size)]  # each team exchanges rows for heads
+    exchanging = [segments[n : n + size] for n in range(0, len(segments), size)]  # ranks that exchange rows for heads
     ring_rank = dist.get_rank(groups[0]) if method == "both" else 0
     exchange = None
     if size > 1:
         repeats = ulysses.kv_head_repeats(qkv[1].shape[heads], size)
-        exchange = ulysses.Ulysses(groups[-1], teams[ring_rank], options.layout, repeats)
-        options = options._replace(
-            sinks=exchange.local_heads(options.sinks), alibi_slopes=exchange.local_heads(options.alibi_slopes)
-        )
+        exchange = ulysses.Ulysses(groups[-1], exchanging[ring_rank], options.layout, repeats)
+        sinks, slopes = (exchange.local_heads(x) for x in (options.sinks, options.alibi_slopes))
+        options = options._replace(sinks=sinks, alibi_slopes=slopes)
     if method == "both":
-        ring = _ring(groups[0], tuple(joined(team) for team in teams), offsets, options, (sample, head))
+        ring = _ring(groups[0], tuple(joined(ranks) for ranks in exchanging), offsets, options, (sample, head))
         return _Plan(exchange, ring, NO_LENGTHS, options)
     lengths, samples = NO_LENGTHS, qkv[0].shape[0]
     if options.layout == VARLEN:
@@ -331,12 +311,9 @@ def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
 
 
 def _ring(
-    group: dist.ProcessGroup,
-    segments: tuple[Segments, ...],
-    offsets: Offsets,
-    options: AttentionOptions,
+    group: dist.ProcessGroup, segments: tuple[Segments, ...], offsets: Offsets, options: AttentionOptions,
     mask_origin: tuple[int, int],
-) -> Ring:
+) -> Ring:  # fmt: skip
     """Return the ring of one call. Raises ValueError for options that need method "ulysses"."""
     if options.alibi_slopes is not None:
         raise ValueError("alibi_slopes need method='ulysses': in a ring a key's distance is not known to the kernels")

@@ -97,9 +97,7 @@ def agree(
             odd = [f"rank {r} has {value}" for r, value in zip(names, values, strict=True) if value != usual]
             if odd:
                 differences.append(f"{name}: {', '.join(odd)}, the others {usual}")
-        raise ValueError(
-            f"the ranks call context_parallel_attention with different arguments: {'; '.join(differences)}"
-        )
+        raise ValueError(f"the ranks' calls of context_parallel_attention differ: {'; '.join(differences)}")
     if refusal is not None:
         raise refusal
     if len(agreed) >= _LIMIT:

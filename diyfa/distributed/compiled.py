@@ -123,14 +123,15 @@ def _fwd_fake(q: Any, k: Any, v: Any, *rest: Any) -> Any:
 
 
 def _bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
-    (*tensors, out, lse, saved), options = rest[: len(TENSORS) + 3], rest[len(TENSORS) + 3 :]
+    tensors, (out, lse, saved, *options) = rest[: len(TENSORS)], rest[len(TENSORS) :]
     groups, arguments = _unpacked((*tensors, *options))
     call = attention.described_call((q, k, v), groups, arguments | {"method": _method(q, groups, arguments)})
     call = attention.with_first_ranks_state(call, groups, arguments)
     call = call._replace(options=call.options._replace(batch_invariant=False))  # it concerns the forward pass only
     plan = attention.plan_of(call, groups)
-    call_tensors = [*call.qkv, out, lse]
-    dq, dk, dv, dsinks = attention.backward(plan, [*call_tensors[: len(call_tensors) - len(saved)], *saved], dout, dlse)
+    read = [*call.qkv, out, lse]
+    read[len(read) - len(saved) :] = saved  # the forward operator returned these where they are other tensors
+    dq, dk, dv, dsinks = attention.backward(plan, read, dout, dlse)
     return *(x.contiguous() for x in (dq, dk, dv)), q.new_empty(0) if dsinks is None else dsinks
 
 

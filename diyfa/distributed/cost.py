@@ -82,17 +82,17 @@ class Work:
         return self.batch * heads * self.rows * head_dim * self.element_size
 
     @property
-    def keys(self) -> int:
+    def kv_bytes(self) -> int:
         """The bytes of a rank's K/V shard."""
         return self.tensor_bytes(self.heads_kv, self.head_dim) + self.tensor_bytes(self.heads_kv, self.head_dim_v)
 
     @property
-    def sums(self) -> int:
+    def gradient_bytes(self) -> int:
         """The bytes of the dk and dv sums that follow a K/V shard, in float32 at least."""
-        return self.keys * max(4, self.element_size) // self.element_size
+        return self.kv_bytes * max(4, self.element_size) // self.element_size
 
     @property
-    def exchanged(self) -> float:
+    def exchanged_bytes(self) -> float:
         """The bytes that a rank sends in both Ulysses exchanges of one pass."""
         heads_kv = self.heads_kv * kv_head_repeats(self.heads_kv, self.ranks)
         sent = self.tensor_bytes(self.heads, self.head_dim)
@@ -100,7 +100,7 @@ class Work:
         return (sent + self.tensor_bytes(self.heads, self.head_dim_v)) * (self.ranks - 1) / self.ranks
 
     @property
-    def merged(self) -> float:
+    def merged_bytes(self) -> float:
         """The bytes of memory traffic that one merge costs.
 
         It reads the accumulator and a partial output and writes the accumulator, all in float32. The kernel, too, wrote
@@ -140,13 +140,13 @@ def ring_timeline(compute: Sequence[Sequence[float]], transfer: float) -> float:
 def ring_seconds(work: Work, machine: Machine) -> float:
     """Return the seconds of the forward pass and, if work.backward, the backward pass."""
     step = work.flops / machine.flops / work.ring_steps
-    merge = work.merged / machine.memory
+    merge = work.merged_bytes / machine.memory
     forward = [[step] + [step + merge] * (work.ring_steps - 1)] * work.ranks
-    seconds = ring_timeline(forward, work.keys / machine.peer + machine.latency)
+    seconds = ring_timeline(forward, work.kv_bytes / machine.peer + machine.latency)
     if work.backward:
-        home = work.sums / machine.peer + machine.latency
+        last_hop = work.gradient_bytes / machine.peer + machine.latency
         backward = [[BACKWARD_WORK * step] * work.ring_steps] * work.ranks
-        seconds += ring_timeline(backward, work.keys / machine.peer + home) + home * (work.ring_steps > 1)
+        seconds += ring_timeline(backward, work.kv_bytes / machine.peer + last_hop) + last_hop * (work.ring_steps > 1)
     return seconds
 
 
@@ -154,7 +154,7 @@ def ulysses_seconds(work: Work, machine: Machine) -> float:
     """Return the seconds of the forward pass and, if work.backward, the backward pass."""
     passes = 2 if work.backward else 1
     compute = work.flops / machine.flops * (1 + BACKWARD_WORK * work.backward)
-    return compute + passes * (work.exchanged / machine.exchange + 2 * machine.latency)
+    return compute + passes * (work.exchanged_bytes / machine.exchange + 2 * machine.latency)
 
 
 def cheapest(work: Work, machine: Machine) -> str:

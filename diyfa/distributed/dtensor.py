@@ -83,11 +83,9 @@ def with_local_tensors(
             raise ValueError(f"q, k and v must be placed alike, got q {placements} and {name} {x.placements}")
     dims = _sequence_dims(q, layout)
     heads = head_dim(layout)
-    cuts = math.prod(mesh.size(n) for n, placement in enumerate(placements) if placement == Shard(heads))
-    if q.shape[heads] % cuts or k.shape[heads] % cuts:  # uneven shards would pair query heads with wrong KV heads
-        raise ValueError(
-            f"{q.shape[heads]} query and {k.shape[heads]} key/value heads must be multiples of {cuts} shards"
-        )
+    shards = math.prod(mesh.size(n) for n, placement in enumerate(placements) if placement == Shard(heads))
+    if q.shape[heads] % shards or k.shape[heads] % shards:  # uneven shards would pair query heads with wrong KV heads
+        raise ValueError(f"{q.shape[heads]} query and {k.shape[heads]} KV heads must be multiples of {shards} shards")
     sub_mesh: Any = mesh
     if len(dims) < mesh.ndim:
         if mesh.mesh_dim_names is None:
@@ -122,41 +120,39 @@ def _dims(x: torch.Tensor, layout: str) -> dict[int, str]:
 
     A tensor that packs q, k and v (or k and v) has a dimension of 3 (or 2) before its heads.
     """
-    if layout == VARLEN:
-        return {x.dim() - 2: HEADS}
-    return {0: BATCH, 1 if layout == "bhsd" else x.dim() - 2: HEADS}
+    heads = {_heads_dim(x, layout): HEADS}
+    return heads if layout == VARLEN else {0: BATCH, **heads}
 
 
-def _sharded_dim(cut: str, x: torch.Tensor, layout: str) -> int:
-    """Return the dimension of x that `cut` (BATCH or HEADS) names."""
-    return {name: dim for dim, name in _dims(x, layout).items()}[cut]
+def _heads_dim(x: torch.Tensor, layout: str) -> int:
+    return 1 if layout == "bhsd" else x.dim() - 2
 
 
-def _shardings(name: str, x: DTensor, layout: str) -> list[str]:
+def _sharded_axes(name: str, x: DTensor, layout: str) -> list[str]:
     """Return BATCH, HEADS or REPLICATED for each mesh dimension, from the placements of one of the call's tensors.
 
     Raises:
         ValueError: the tensor is sharded in another way, or a partial sum.
     """
     dims = _dims(x, layout)
-    shardings = []
+    axes = []
     for placement in x.placements:
         if placement == Replicate():
-            shardings.append(REPLICATED)
+            axes.append(REPLICATED)
         elif type(placement) is Shard and placement.dim in dims:
-            shardings.append(dims[placement.dim])
+            axes.append(dims[placement.dim])
         elif placement == Shard(row_dim(layout)):
             raise ValueError(
                 f"{name} is sharded along its sequence, {placement}: call "
                 "diyfa.distributed.context_parallel_attention, or redistribute it over batch or heads"
             )
         else:
-            allowed = ", ".join(f"Shard({dim}) ({cut})" for dim, cut in dims.items())
+            allowed = ", ".join(f"Shard({dim}) ({axis})" for dim, axis in dims.items())
             raise ValueError(f"{name} must be replicated or {allowed}, got placements {x.placements}: redistribute it")
-    return shardings
+    return axes
 
 
-def _needed_placements(feature: Feature, x: torch.Tensor, cuts: Sequence[str], sizes: Sizes) -> list[Any]:
+def _needed_placements(feature: Feature, x: torch.Tensor, axes: Sequence[str], sizes: Sizes) -> list[Any]:
     """Return the placements in which a rank needs an optional tensor, from the letters of its shape rule.
 
     Raises:
@@ -170,19 +166,19 @@ def _needed_placements(feature: Feature, x: torch.Tensor, cuts: Sequence[str], s
     letters = max(feature.shape.letters, key=len)
     missing = len(letters) - x.dim()  # leading dimensions that x lacks: it is broadcast over them
     placements: list[Any] = []
-    for cut in cuts:
-        dim = letters.find(cut[0]) - missing if cut[0] in letters else -1
-        placements.append(Shard(dim) if dim >= 0 and x.shape[dim] == sizes[cut[0]] else Replicate())
+    for axis in axes:
+        dim = letters.find(axis[0]) - missing if axis[0] in letters else -1
+        placements.append(Shard(dim) if dim >= 0 and x.shape[dim] == sizes[axis[0]] else Replicate())
     return placements
 
 
 def _local_tensor(
-    feature: Feature, x: torch.Tensor | None, q: DTensor, cuts: Sequence[str], sizes: Sizes
+    feature: Feature, x: torch.Tensor | None, q: DTensor, axes: Sequence[str], sizes: Sizes
 ) -> torch.Tensor | None:
     """Return the local tensor of an optional tensor. Its gradient is Partial over mesh dimensions that shard only q."""
     if x is None:
         return None
-    placements = _needed_placements(feature, x, cuts, sizes)
+    placements = _needed_placements(feature, x, axes, sizes)
     if not isinstance(x, DTensor):
         if any(placement != Replicate() for placement in placements):
             raise TypeError(f"{feature.name} must be a DTensor beside q, k and v, got {type(x).__name__}")
@@ -190,7 +186,7 @@ def _local_tensor(
     if x.device_mesh != q.device_mesh:
         raise ValueError(f"all tensors must be on one mesh: q is on {q.device_mesh}, {feature.name} {x.device_mesh}")
     grad_placements = [
-        Partial() if p == Replicate() and cut != REPLICATED else p for p, cut in zip(placements, cuts, strict=True)
+        Partial() if p == Replicate() and axis != REPLICATED else p for p, axis in zip(placements, axes, strict=True)
     ]
     return x.redistribute(placements=placements).to_local(grad_placements=grad_placements)
 
@@ -202,7 +198,7 @@ def _dropout_state(q: DTensor, state: torch.Tensor | None, samples: int, layout:
     if state is None:
         mesh = q.device_mesh
         state = gather_shards(new_rng_state(q.device), [mesh.get_group(n) for n in range(mesh.ndim)])[:2]
-    begins = dict.fromkeys((BATCH, HEADS), 0) | {cut: _first_index(q, dim) for dim, cut in _dims(q, layout).items()}
+    begins = dict.fromkeys((BATCH, HEADS), 0) | {axis: _first_index(q, dim) for dim, axis in _dims(q, layout).items()}
     return with_origins(state, [(begins[BATCH] + b, begins[HEADS], 0, 0) for b in range(samples)])
 
 
@@ -229,14 +225,14 @@ def attend_with_shards(
         raise ValueError(f"DTensors of {q.dtype} have no rule for descales: give each rank's part, to_local()")
     if layout != VARLEN and min(x.dim() for x in tensors) < 4:
         raise ValueError(f"DTensors must have 4 dimensions, got {[tuple(x.shape) for x in tensors]}")
-    cuts = _shardings(names[0], q, layout)
+    axes = _sharded_axes(names[0], q, layout)
     for name, x in owners.items():
-        if x.device_mesh != q.device_mesh or _shardings(name, x, layout) != cuts:
+        if x.device_mesh != q.device_mesh or _sharded_axes(name, x, layout) != axes:
             placed = f"{names[0]} {q.placements} and {name} {x.placements}"
             raise ValueError(f"{', '.join(names)} must be placed alike on one mesh, got {placed}")
-    shards = math.prod([q.device_mesh.size(n) for n, cut in enumerate(cuts) if cut == HEADS])
+    shards = math.prod([q.device_mesh.size(n) for n, axis in enumerate(axes) if axis == HEADS])
     for name, x in owners.items():
-        heads = x.shape[_sharded_dim(HEADS, x, layout)]
+        heads = x.shape[_heads_dim(x, layout)]
         if heads % shards:  # uneven shards would pair query heads with wrong KV heads
             raise ValueError(
                 f"the {heads} heads of {name} must be a multiple of {shards} shards: shard fewer mesh dimensions over "
@@ -249,9 +245,9 @@ def attend_with_shards(
         batch, rows = 0 if offsets is None else offsets.shape[0] - 1, (lengths.max_seqlen_q, lengths.max_seqlen_k)
     else:
         batch, rows = q.shape[0], (q.shape[row_dim(layout)], keys.shape[row_dim(layout)])
-    sizes = {"b": batch, "h": q.shape[_sharded_dim(HEADS, q, layout)], "q": rows[0], "k": rows[1]}
+    sizes = {"b": batch, "h": q.shape[_heads_dim(q, layout)], "q": rows[0], "k": rows[1]}
     local: dict[str, Any] = {
-        name: _local_tensor(optional[name], all_arguments[name], q, cuts, sizes)
+        name: _local_tensor(optional[name], all_arguments[name], q, axes, sizes)
         for name in optional
         if name in all_arguments
     }
@@ -262,19 +258,19 @@ def attend_with_shards(
     lengths = lengths._replace(**{name: local.pop(name) for name in LENGTHS if name in local})
     result = attend(local_tensors, lengths, {**arguments, **local})
     results = (result,) if isinstance(result, torch.Tensor) else result
-    wholes = tuple(_placed_result(x, n == 0, q, cuts, layout) for n, x in enumerate(results))
+    wholes = tuple(_placed_result(x, n == 0, q, axes, layout) for n, x in enumerate(results))
     return wholes[0] if isinstance(result, torch.Tensor) else wholes
 
 
-def _placed_result(x: torch.Tensor, is_out: bool, q: DTensor, cuts: Sequence[str], layout: str) -> DTensor:
+def _placed_result(x: torch.Tensor, is_out: bool, q: DTensor, axes: Sequence[str], layout: str) -> DTensor:
     """Return the DTensor of a result: out, a tensor (batch, heads, …) such as the log-sum-exp, or an empty one."""
-    sizes = {cut: q.shape[dim] for dim, cut in _dims(q, layout).items()}
+    sizes = {axis: q.shape[dim] for dim, axis in _dims(q, layout).items()}
     dims = {HEADS: 0} if layout == VARLEN else {BATCH: 0, HEADS: 1}
     if is_out:
-        dims = {cut: dim for dim, cut in _dims(x, layout).items()}
+        dims = {axis: dim for dim, axis in _dims(x, layout).items()}
     elif x.dim() == 1:
         dims = {}
     shape = list(x.shape)
-    for cut, dim in dims.items():
-        shape[dim] = sizes[cut]
-    return _placed(x, q, [Shard(dims[cut]) if cut in dims else Replicate() for cut in cuts], tuple(shape))
+    for axis, dim in dims.items():
+        shape[dim] = sizes[axis]
+    return _placed(x, q, [Shard(dims[axis]) if axis in dims else Replicate() for axis in axes], tuple(shape))

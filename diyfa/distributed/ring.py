@@ -44,7 +44,7 @@ class Ring(NamedTuple):
     mask_origin: tuple[int, int] = (0, 0)  # index in dropout's mask of this rank's first sample and query head
 
 
-def _let_it_begin(device: torch.device) -> None:
+def _let_nccl_start(device: torch.device) -> None:
     """Delay the next kernel of this stream by some microseconds, so that NCCL's kernel starts before it.
 
     NCCL moves messages by a kernel on its own stream. That kernel waits for the same work as the attention kernel that
@@ -73,7 +73,7 @@ class _Transfer:
         self.sent = [tensors for _, tensors in messages]  # keeps their memory until the transfer is done
         self.requests = dist.batch_isend_irecv(operations) if operations else []
         if operations and operations[0].tensor.device.type == "cuda":
-            _let_it_begin(operations[0].tensor.device)
+            _let_nccl_start(operations[0].tensor.device)
 
     def wait(self) -> list[list[torch.Tensor]]:
         """Return the received tensors of each message."""
@@ -88,9 +88,8 @@ def _lengths(call: Call, device: torch.device) -> Lengths:
         return NO_LENGTHS
     both = call.offsets_q, call.offsets_k
     longest_q, longest_k = (max(b - a for a, b in pairwise(offsets)) for offsets in both)
-    offsets_q, offsets_k = (
-        torch.tensor(x, dtype=torch.int32, device="cpu").to(device, non_blocking=True) for x in both
-    )
+    on_cpu = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in both)
+    offsets_q, offsets_k = (x.to(device, non_blocking=True) for x in on_cpu)
     return Lengths(offsets_q, offsets_k, None, longest_q, longest_k)
 
 
@@ -101,18 +100,12 @@ def _rows(x: torch.Tensor, rows: Range, dim: int) -> torch.Tensor:
 
 def call_options(ring: Ring, call: Call, q: torch.Tensor, sinks: torch.Tensor | None) -> AttentionOptions:
     """Return the options of one call. Its results are float32 at least, because they are summed."""
-    left, right = call.window
-    out_dtype = "float32" if q.dtype in (torch.float16, torch.bfloat16) else ""
-    state = ring.options.rng_state
-    if state is not None:
-        state = with_origins(state, _origins(ring, call, q))
+    (left, right), state = call.window, ring.options.rng_state
     return ring.options._replace(
-        window_left=left,
-        window_right=right,
-        sinks=sinks if call.has_diagonal else None,
-        out_dtype=out_dtype,
-        rng_state=state,
-    )
+        window_left=left, window_right=right, sinks=sinks if call.has_diagonal else None,
+        out_dtype="float32" if q.dtype in (torch.float16, torch.bfloat16) else "",
+        rng_state=None if state is None else with_origins(state, _origins(ring, call, q)),
+    )  # fmt: skip
 
 
 def _origins(ring: Ring, call: Call, q: torch.Tensor) -> list[tuple[int, int, int, int]]:
@@ -169,13 +162,9 @@ def _with_common_key(ring: Ring, lse: torch.Tensor, q: torch.Tensor, common: tor
 
 
 def forward_step(
-    ring: Ring,
-    step: Step,
-    q: torch.Tensor,
-    current_kv: Sequence[torch.Tensor],
-    sinks: torch.Tensor | None,
+    ring: Ring, step: Step, q: torch.Tensor, current_kv: Sequence[torch.Tensor], sinks: torch.Tensor | None,
     merged: Merged,
-) -> None:
+) -> None:  # fmt: skip
     """Attend to the K/V shard `current_kv` and merge the result into `merged`."""
     dim = row_dim(ring.options.layout)
     for call in step.calls:
@@ -198,8 +187,8 @@ def ring_forward(
         try:
             forward_step(ring, step, q, current_kv, sinks, merged)
         finally:  # if the kernels refuse the call, which they do on every rank, no message stays for the next call
-            arrived = transfer.wait() if transfer else [current_kv]
-        (current_kv,) = arrived
+            if transfer:
+                (current_kv,) = transfer.wait()
     out, lse = merged.result()
     return out, lse if common is None else _with_common_key(ring, lse, q, common), lse
 
@@ -300,6 +289,6 @@ def ring_gradients(
         k = k - common
     dk, dv = ring_backward(ring, Saved(q, sinks, out, lse, dout, dlse, dq, dsinks), k, v)
     if common is not None and dlse is not None:  # a row of dS sums to its dlse, so dq lacks dlse times the common key
-        seen = torch.where(lse.isinf(), 0.0, dlse)
-        dq.total_or_zeros().add_(as_rows(seen, ring.options.layout) * _per_query_head(ring, common, q))
+        dlse_or_zero = torch.where(lse.isinf(), 0.0, dlse)
+        dq.total_or_zeros().add_(as_rows(dlse_or_zero, ring.options.layout) * _per_query_head(ring, common, q))
     return dq.total_or_zeros(), dk, dv, dsinks

@@ -13,7 +13,7 @@ with the fewest rows so far get them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -172,11 +172,9 @@ def joined(several: Sequence[Segments]) -> Segments:
     return tuple(joined_segments)
 
 
-def segment_rows(segments: Segments) -> torch.Tensor:
-    """Return the indices in the unsharded tensor, int64, of a shard's rows in their order."""
-    return torch.cat(
-        [torch.arange(0, device="cpu"), *(torch.arange(s.row, s.row + s.rows, device="cpu") for s in segments)]
-    )
+def ranges(bounds: Iterable[tuple[int, int]]) -> torch.Tensor:
+    """Return the integers of some ranges [first, last) one after another, int64 on the CPU."""
+    return torch.cat([torch.arange(0, device="cpu"), *(torch.arange(*pair, device="cpu") for pair in bounds)])
 
 
 def _local_segments(rows: int, group: Group, load_balance: str, cu_seqlens: torch.Tensor | None) -> Segments:
@@ -185,13 +183,9 @@ def _local_segments(rows: int, group: Group, load_balance: str, cu_seqlens: torc
 
 
 def shard_sequence(
-    x: torch.Tensor,
-    group: Group = None,
-    dim: int = 0,
-    *,
-    load_balance: str = "zigzag",
-    cu_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, group: Group = None, dim: int = 0,
+    *, load_balance: str = "zigzag", cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return this rank's rows of a tensor that every rank has in full. Differentiable.
 
     Args:
@@ -212,13 +206,9 @@ def shard_sequence(
 
 
 def unshard_sequence(
-    x: torch.Tensor,
-    group: Group = None,
-    dim: int = 0,
-    *,
-    load_balance: str = "zigzag",
-    cu_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, group: Group = None, dim: int = 0,
+    *, load_balance: str = "zigzag", cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the full tensor, on every rank, from each rank's rows; the inverse of `shard_sequence`.
 
     All ranks must call it. It is no part of the autograd graph.
@@ -233,24 +223,18 @@ def unshard_sequence(
     layout = rank_segments(sequence_offsets(x.shape[dim] * ranks, cu_seqlens), ranks, load_balance)
     shards = gather_shards(x.movedim(dim, 0).contiguous(), groups)
     full = torch.empty_like(shards)
-    full[torch.cat([segment_rows(segments) for segments in layout]).to(x.device)] = shards
+    full[ranges((s.row, s.row + s.rows) for segments in layout for s in segments).to(x.device)] = shards
     return full.movedim(0, dim)
 
 
 def shard_positions(
-    rows: int,
-    group: Group = None,
-    *,
-    load_balance: str = "zigzag",
-    cu_seqlens: torch.Tensor | None = None,
-    device: torch.device | str | None = None,
-) -> torch.Tensor:
+    rows: int, group: Group = None,
+    *, load_balance: str = "zigzag", cu_seqlens: torch.Tensor | None = None, device: torch.device | str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the position in its sequence of each of this rank's rows, (rows / ranks,) int64: for rotary embedding.
 
     `rows` is the number of rows of all ranks. Rows before the first and after the last packed sequence count from 0
     each. Raises as `shard_sequence`.
     """
     segments = _local_segments(rows, group, load_balance, cu_seqlens)
-    return torch.cat(
-        [torch.arange(0, device="cpu"), *(torch.arange(s.start, s.stop, device="cpu") for s in segments)]
-    ).to(device)
+    return ranges((s.start, s.stop) for s in segments).to(device)

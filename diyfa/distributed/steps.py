@@ -89,46 +89,38 @@ def _block(q: Segment, k: Segment, q_row: int, k_row: int, window: tuple[int, in
         left = -1 if left < 0 or left - distance >= k_last - k_first - 1 else left - distance
         right = -1 if right < 0 or right + distance >= q_last - q_first - 1 else right + distance
     return Block(
-        (q_row + q_first - q.start, q_row + q_last - q.start),
-        (k_row + k_first - k.start, k_row + k_last - k.start),
-        (left, right),
-        q == k,
-        Origin(q.sequence, q_first, k_first),
-    )
+        (q_row + q_first - q.start, q_row + q_last - q.start), (k_row + k_first - k.start, k_row + k_last - k.start),
+        (left, right), q == k, Origin(q.sequence, q_first, k_first),
+    )  # fmt: skip
 
 
 def _join(blocks: list[Block]) -> list[Block]:
     """Join adjacent blocks of one sequence that have no mask, first along the keys, then along the queries."""
-    joined_blocks: list[Block] = []
-    for block in blocks:
-        last = joined_blocks[-1] if joined_blocks else None
-        if (
-            last
-            and last.is_unmasked
-            and block.is_unmasked
-            and last.queries == block.queries
-            and last.keys[1] == block.keys[0]
-        ):
-            joined_blocks[-1] = last._replace(
-                keys=(last.keys[0], block.keys[1]), has_diagonal=last.has_diagonal or block.has_diagonal
-            )
-        else:
-            joined_blocks.append(block)
-    blocks, joined_blocks = joined_blocks, []
-    for block in blocks:
-        last = joined_blocks[-1] if joined_blocks else None
-        same_keys = (
-            last
-            and last.is_unmasked
-            and block.is_unmasked
-            and last.keys == block.keys
-            and last.has_diagonal == block.has_diagonal
-        )
-        if last and same_keys and last.queries[1] == block.queries[0]:
-            joined_blocks[-1] = last._replace(queries=(last.queries[0], block.queries[1]))
-        else:
-            joined_blocks.append(block)
-    return joined_blocks
+    for join in (_along_keys, _along_queries):
+        joined_blocks: list[Block] = []
+        for block in blocks:
+            last = joined_blocks[-1] if joined_blocks else None
+            both = join(last, block) if last and last.is_unmasked and block.is_unmasked else None
+            if both:
+                joined_blocks[-1] = both
+            else:
+                joined_blocks.append(block)
+        blocks = joined_blocks
+    return blocks
+
+
+def _along_keys(a: Block, b: Block) -> Block | None:
+    """Return two blocks as one, or None unless b's keys follow those of a."""
+    if a.queries != b.queries or a.keys[1] != b.keys[0]:
+        return None
+    return a._replace(keys=(a.keys[0], b.keys[1]), has_diagonal=a.has_diagonal or b.has_diagonal)
+
+
+def _along_queries(a: Block, b: Block) -> Block | None:
+    """Return two blocks as one, or None unless b's queries follow those of a."""
+    if a.keys != b.keys or a.has_diagonal != b.has_diagonal or a.queries[1] != b.queries[0]:
+        return None
+    return a._replace(queries=(a.queries[0], b.queries[1]))
 
 
 def _by_sequence(segments: Segments) -> dict[int, list[tuple[Segment, int]]]:
@@ -181,14 +173,9 @@ def _packed(blocks: list[Block]) -> Call:
         offsets_k.append(k1)
         origins.append(block.origin)
     return Call(
-        (first.queries[0], last.queries[1]),
-        (first.keys[0], last.keys[1]),
-        first.window,
-        first.has_diagonal,
-        tuple(origins),
-        tuple(offsets_q),
-        tuple(offsets_k),
-    )
+        (first.queries[0], last.queries[1]), (first.keys[0], last.keys[1]), first.window, first.has_diagonal,
+        tuple(origins), tuple(offsets_q), tuple(offsets_k),
+    )  # fmt: skip
 
 
 def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
@@ -201,9 +188,8 @@ def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
         ascending: list[list[Block]] = []
         for block in group:
             for chain in ascending:
-                gap_rows, gap_keys = (
-                    after[0] - before[1] for before, after in zip(chain[-1][:2], block[:2], strict=True)
-                )
+                last = chain[-1]
+                gap_rows, gap_keys = block.queries[0] - last.queries[1], block.keys[0] - last.keys[1]
                 # A row of a sequence without keys would still add the sink: own blocks leave no rows between them.
                 if gap_keys >= 0 and (gap_rows == 0 if block.has_diagonal else gap_rows >= 0):
                     chain.append(block)
@@ -225,12 +211,8 @@ def ring_steps(
     steps = []
     for shift in range(ranks):
         blocks = score_blocks(layout[rank], layout[rank - shift], window, packed, separate_blocks)
-        any_rank_has_work = (
-            shift == 0
-            or blocks
-            or any(score_blocks(layout[other], layout[other - shift], window, packed) for other in range(ranks))
-        )
-        if any_rank_has_work:
+        pairs = ((layout[other], layout[other - shift]) for other in range(ranks))
+        if shift == 0 or blocks or any(score_blocks(*pair, window, packed) for pair in pairs):
             steps.append(Step(shift, _calls(blocks, packed)))
     return tuple(steps)
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from diyfa.distributed.merge import head_dim, row_dim
-from diyfa.distributed.sharding import Segments
+from diyfa.distributed.sharding import Segments, ranges
 
 
 class _Order(NamedTuple):
@@ -42,20 +42,14 @@ def _row_order(segments_by_rank: tuple[Segments, ...], device: torch.device) -> 
     by_sequence = sorted(by_shard)
     if by_sequence == by_shard:
         return None
-    to_sequence = [
-        torch.arange(0, device="cpu"),  # so that there is a tensor if no rank has rows
-        *(torch.arange(row, row + number, device="cpu") for _, row, number in by_sequence),
-    ]
     # In a mesh the ranks of one group have only some rows of the sequence, so positions are counted anew.
     position_of, position = {}, 0
     for row, _, number in by_sequence:
         position_of[row] = position
         position += number
-    to_shards = [
-        torch.arange(0, device="cpu"),
-        *(torch.arange(position_of[row], position_of[row] + number, device="cpu") for row, _, number in by_shard),
-    ]
-    return _Order(*(torch.cat(x).to(device) for x in (to_sequence, to_shards)))
+    to_sequence = ranges((row, row + number) for _, row, number in by_sequence)
+    to_shards = ranges((position_of[row], position_of[row] + number) for row, _, number in by_shard)
+    return _Order(to_sequence.to(device), to_shards.to(device))
 
 
 class _Exchange(NamedTuple):

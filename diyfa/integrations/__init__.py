@@ -5,20 +5,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Public name -> module that defines it.
-_PUBLIC = {
-    "AliasHandle": "alias",
-    "alias_flash_attn": "alias",
-    "alias_flash_attn_3": "alias",
-    "alias_flash_attn_npu": "alias",
-    "alias_flash_attn_npu_v3": "alias",
-    "Handle": "seams",
-    "Status": "overview",
-    "status": "overview",
-    "use_in_diffusers": "diffusers",
-    "use_in_pytorch": "pytorch",
-    "use_in_transformers": "transformers",
-}
+# Module -> its public names.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "alias": (
+        "AliasHandle", "alias_flash_attn", "alias_flash_attn_3", "alias_flash_attn_npu", "alias_flash_attn_npu_v3",
+    ),
+    "diffusers": ("use_in_diffusers",),
+    "overview": ("Status", "status"),
+    "pytorch": ("use_in_pytorch",),
+    "seams": ("Handle",),
+    "transformers": ("use_in_transformers",),
+}  # fmt: skip
+_PUBLIC = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_PUBLIC)
 
 if TYPE_CHECKING:

@@ -43,13 +43,13 @@ class Package:
         return [name for name in self.modules if "." not in name]
 
 
-_TWO, _THREE = "diyfa.flash_attn_interface", "diyfa.integrations.flash_attn_3"
+_FA2, _FA3 = "diyfa.flash_attn_interface", "diyfa.integrations.flash_attn_3"
 FLASH_ATTN = Package(
     "flash_attn",
     "alias_flash_attn",
     {
-        "flash_attn": _TWO,
-        "flash_attn.flash_attn_interface": _TWO,
+        "flash_attn": _FA2,
+        "flash_attn.flash_attn_interface": _FA2,
         "flash_attn.bert_padding": "diyfa.bert_padding",
         "flash_attn.layers": None,
         "flash_attn.layers.rotary": "diyfa.layers.rotary",
@@ -62,7 +62,7 @@ FLASH_ATTN = Package(
 FLASH_ATTN_3 = Package(
     "flash_attn_3",
     "alias_flash_attn_3",
-    {"flash_attn_interface": _THREE, "flash_attn_3": None, "flash_attn_3.flash_attn_interface": _THREE},
+    {"flash_attn_interface": _FA3, "flash_attn_3": None, "flash_attn_3.flash_attn_interface": _FA3},
 )
 _NPU = "diyfa.integrations.flash_attn_npu"
 FLASH_ATTN_NPU = Package(
@@ -75,8 +75,8 @@ FLASH_ATTN_NPU = Package(
         "flash_attn_npu_3.flash_attn_npu_interface": f"{_NPU}.v3",
         "flash_attn_npu_4": f"{_NPU}.v4",
         "flash_attn_npu_4.flash_attn_npu_interface": f"{_NPU}.v4",
-        "flash_attn_npu_v3": _THREE,  # until 0.2 in place of flash_attn_npu_3
-        "flash_attn_npu_v3.flash_attn_interface": _THREE,
+        "flash_attn_npu_v3": _FA3,  # until 0.2 in place of flash_attn_npu_3
+        "flash_attn_npu_v3.flash_attn_interface": _FA3,
     },
 )
 PACKAGES = (FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_NPU)

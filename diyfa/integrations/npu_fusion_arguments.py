@@ -19,6 +19,7 @@ LAYOUT_NAMES = {"bhsd": ("BNSD", 1), "bshd": ("BSND", 2), "thd": ("TND", 1)}  # 
 REFUSED = {
     "softcap": "it bounds no scores",
     "seq_lens": "pack the sequences (layout 'thd'), or hide keys with an atten_mask of your own",
+    "alibi_slopes": "npu_fusion_attention_v2 does have them, as pse with pse_type=2",
 }
 
 
@@ -29,23 +30,12 @@ def compressed_mask(device: torch.device) -> torch.Tensor:
 
 
 def fusion_attention_arguments(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool = False,
-    sm_scale: float | None = None,
-    *,
-    layout: str = "bhsd",
-    window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    seq_lens: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    attn_bias: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    cu_seqlens_q: list[int] | None = None,
-    cu_seqlens_k: list[int] | None = None,
-) -> dict[str, Any]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, sm_scale: float | None = None,
+    *, layout: str = "bhsd", window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    seq_lens: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0.0,
+    cu_seqlens_q: list[int] | None = None, cu_seqlens_k: list[int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the keyword arguments with which `npu_fusion_attention` computes diyfa's result.
 
     Args:
@@ -59,27 +49,18 @@ def fusion_attention_arguments(
     validation.check_tensors(q=q, k=k, v=v)
     if layout not in LAYOUT_NAMES:
         raise ValueError(f"layout must be one of {', '.join(LAYOUT_NAMES)}, got {layout!r}")
-    for name, is_used in (("softcap", softcap != 0), ("seq_lens", seq_lens is not None)):
+    refused = {"softcap": softcap != 0, "seq_lens": seq_lens is not None, "alibi_slopes": alibi_slopes is not None}
+    for name, is_used in refused.items():
         if is_used:
             raise ValueError(f"npu_fusion_attention has no {name}: {REFUSED[name]}")
-    if alibi_slopes is not None:
-        raise ValueError(
-            "npu_fusion_attention takes no slopes; npu_fusion_attention_v2 does, with pse=slopes and pse_type=2"
-        )
     left, right = validation.check_window(window)
     right = 0 if causal else right
     input_layout, heads = LAYOUT_NAMES[layout]
     scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     arguments: dict[str, Any] = {
-        "query": q,
-        "key": k,
-        "value": v,
-        "head_num": q.shape[heads],
-        "input_layout": input_layout,
-        "scale": scale,
-        "keep_prob": 1.0 - dropout_p,
-        "sparse_mode": NO_MASK,
-    }
+        "query": q, "key": k, "value": v, "head_num": q.shape[heads], "input_layout": input_layout, "scale": scale,
+        "keep_prob": 1.0 - dropout_p, "sparse_mode": NO_MASK,
+    }  # fmt: skip
     if (left, right) == (-1, 0):
         arguments |= {"sparse_mode": RIGHT_DOWN_CAUSAL, "atten_mask": compressed_mask(q.device)}
     elif (left, right) != (-1, -1):

@@ -15,17 +15,19 @@ import torch
 from diyfa import validation
 from diyfa.integrations.npu_fusion_band import ALL_MASK, BAND, NO_MASK, UNBOUNDED_TOKENS
 from diyfa.integrations.npu_fusion_checks import (
+    ABSENT,
     LAYOUTS,
     VARLEN,
     Layout,
     as_bool,
     check_compressed,
     check_layout,
+    check_mode,
     check_options,
-    refuse_unsupported,
     sequences,
 )
 from diyfa.integrations.npu_fusion_compute import Call, attend, attend_packed, statistics
+from diyfa.integrations.seams import refuse
 
 COMPRESSED_PSE_ROWS = 1024
 
@@ -47,33 +49,15 @@ class FusionAttentionResult(NamedTuple):
 
 
 def npu_fusion_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    head_num: int,
-    input_layout: str,
-    pse: torch.Tensor | None = None,
-    padding_mask: torch.Tensor | None = None,
-    atten_mask: torch.Tensor | None = None,
-    scale: float = 1.0,
-    keep_prob: float = 1.0,
-    pre_tockens: int = UNBOUNDED_TOKENS,
-    next_tockens: int = UNBOUNDED_TOKENS,
-    inner_precise: int = 0,
-    prefix: Sequence[int] | None = None,
-    actual_seq_qlen: Sequence[int] | None = None,
-    actual_seq_kvlen: Sequence[int] | None = None,
-    sparse_mode: int = 0,
-    gen_mask_parallel: bool = True,
-    sync: bool = False,
-    softmax_layout: str = "",
-    sink: torch.Tensor | None = None,
-    dropout_mask: torch.Tensor | None = None,
-    seed: int = 0,
-    offset: int = 0,
-    *,
-    backend: str | None = None,
-) -> FusionAttentionResult:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_num: int, input_layout: str,
+    pse: torch.Tensor | None = None, padding_mask: torch.Tensor | None = None, atten_mask: torch.Tensor | None = None,
+    scale: float = 1.0, keep_prob: float = 1.0, pre_tockens: int = UNBOUNDED_TOKENS,
+    next_tockens: int = UNBOUNDED_TOKENS, inner_precise: int = 0, prefix: Sequence[int] | None = None,
+    actual_seq_qlen: Sequence[int] | None = None, actual_seq_kvlen: Sequence[int] | None = None, sparse_mode: int = 0,
+    gen_mask_parallel: bool = True, sync: bool = False, softmax_layout: str = "", sink: torch.Tensor | None = None,
+    dropout_mask: torch.Tensor | None = None, seed: int = 0, offset: int = 0,
+    *, backend: str | None = None,
+) -> FusionAttentionResult:  # fmt: skip
     """Return Dropout(softmax(mask(scale · (q kᵀ + pse)))) v and the statistics, like `torch_npu.npu_fusion_attention`.
 
     Args:
@@ -114,38 +98,17 @@ def npu_fusion_attention(
 
 
 def npu_fusion_attention_v2(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    head_num: int,
-    input_layout: str,
-    *,
-    pse: torch.Tensor | None = None,
-    padding_mask: torch.Tensor | None = None,
-    atten_mask: torch.Tensor | None = None,
-    query_rope: torch.Tensor | None = None,
-    key_rope: torch.Tensor | None = None,
-    scale: float = 1.0,
-    keep_prob: float = 1.0,
-    pre_tokens: int = UNBOUNDED_TOKENS,
-    next_tokens: int = UNBOUNDED_TOKENS,
-    inner_precise: int = 0,
-    prefix: Sequence[int] | None = None,
-    actual_seq_qlen: Sequence[int] | None = None,
-    actual_seq_kvlen: Sequence[int] | None = None,
-    sparse_mode: int = 0,
-    gen_mask_parallel: bool = True,
-    sync: bool = False,
-    pse_type: int = 1,
-    q_start_idx: Sequence[int] | None = None,
-    kv_start_idx: Sequence[int] | None = None,
-    softmax_layout: str = "",
-    sink: torch.Tensor | None = None,
-    dropout_mask: torch.Tensor | None = None,
-    seed: int = 0,
-    offset: int = 0,
-    backend: str | None = None,
-) -> FusionAttentionResult:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_num: int, input_layout: str,
+    *, pse: torch.Tensor | None = None, padding_mask: torch.Tensor | None = None,
+    atten_mask: torch.Tensor | None = None, query_rope: torch.Tensor | None = None,
+    key_rope: torch.Tensor | None = None, scale: float = 1.0, keep_prob: float = 1.0,
+    pre_tokens: int = UNBOUNDED_TOKENS, next_tokens: int = UNBOUNDED_TOKENS, inner_precise: int = 0,
+    prefix: Sequence[int] | None = None, actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int] | None = None, sparse_mode: int = 0, gen_mask_parallel: bool = True,
+    sync: bool = False, pse_type: int = 1, q_start_idx: Sequence[int] | None = None,
+    kv_start_idx: Sequence[int] | None = None, softmax_layout: str = "", sink: torch.Tensor | None = None,
+    dropout_mask: torch.Tensor | None = None, seed: int = 0, offset: int = 0, backend: str | None = None,
+) -> FusionAttentionResult:  # fmt: skip
     """`torch_npu.npu_fusion_attention_v2`: `npu_fusion_attention` with further arguments.
 
     Args:
@@ -158,7 +121,9 @@ def npu_fusion_attention_v2(
     validation.check_tensors(query=query, key=key, value=value)
     layout = check_layout(input_layout, query, key, value, head_num)
     varlen = layout == VARLEN
-    refuse_unsupported(padding_mask, prefix, dropout_mask, q_start_idx, kv_start_idx, sparse_mode)
+    refuse(ABSENT, padding_mask=padding_mask, dropout_mask=dropout_mask, q_start_idx=q_start_idx,
+           kv_start_idx=kv_start_idx)  # fmt: skip
+    check_mode(sparse_mode, prefix)
     check_options(scale, keep_prob, inner_precise, softmax_layout, varlen)
     if (query_rope is None) != (key_rope is None):
         raise ValueError("query_rope and key_rope are given together")
@@ -168,27 +133,18 @@ def npu_fusion_attention_v2(
         query, key = torch.cat((query, query_rope), -1), torch.cat((key, key_rope), -1)
     if not varlen and (actual_seq_qlen is not None or actual_seq_kvlen is not None):
         raise ValueError(f"actual_seq_qlen and actual_seq_kvlen belong to the layout TND, got {layout}")
-    band_only = atten_mask is not None and sparse_mode not in (NO_MASK, ALL_MASK)
-    if band_only:
-        check_compressed(atten_mask, sparse_mode)
+    mask = None if atten_mask is None else as_bool(atten_mask)
+    if mask is not None and sparse_mode not in (NO_MASK, ALL_MASK):  # the band says all
+        check_compressed(mask, sparse_mode)
+        mask = None
     if atten_mask is not None and sparse_mode in (NO_MASK, BAND) and pre_tokens + next_tokens < 0:
         raise ValueError(f"pre_tokens={pre_tokens} and next_tokens={next_tokens} leave no key to any query")
     bias, slopes = _position_scores(pse, pse_type, query, layout, head_num, scale)
     state = _rng_state(keep_prob, seed, offset, query.device)
     call = Call(
-        scale,
-        sparse_mode,
-        pre_tokens,
-        next_tokens,
-        None if band_only or atten_mask is None else as_bool(atten_mask),
-        atten_mask is not None,
-        bias,
-        slopes,
-        sink,
-        1.0 - keep_prob,
-        None if state is None else state[1],
-        backend,
-    )
+        scale, sparse_mode, pre_tokens, next_tokens, mask, atten_mask is not None, bias, slopes, sink, 1.0 - keep_prob,
+        None if state is None else state[1], backend,
+    )  # fmt: skip
     if varlen:
         ends = sequences(query, key, actual_seq_qlen, actual_seq_kvlen)
         out, lse = attend_packed(query, key, value, ends, call)

@@ -45,25 +45,14 @@ class Window(NamedTuple):
 def sample_band(sparse_mode: int, pre_tokens: int, next_tokens: int, seqlen_q: int, seqlen_k: int) -> Band:
     """Return one sample's band of `sparse_mode` 0 to 4 with an atten_mask. Without a mask no mode hides anything."""
     shift = seqlen_k - seqlen_q
-    return {
-        NO_MASK: Band(_negated(pre_tokens), _bound(next_tokens)),
-        ALL_MASK: Band(None, None),
-        LEFT_UP_CAUSAL: Band(None, 0),
-        RIGHT_DOWN_CAUSAL: Band(None, shift),
-        BAND: _moved(Band(_negated(pre_tokens), _bound(next_tokens)), shift),
-    }[sparse_mode]
-
-
-def _bound(tokens: int) -> int | None:
-    return None if tokens >= UNBOUNDED_TOKENS else tokens
-
-
-def _negated(tokens: int) -> int | None:
-    return None if tokens >= UNBOUNDED_TOKENS else -tokens
-
-
-def _moved(band: Band, shift: int) -> Band:
-    return Band(*(None if bound is None else bound + shift for bound in band))
+    if sparse_mode == ALL_MASK:
+        return Band(None, None)
+    if sparse_mode in (LEFT_UP_CAUSAL, RIGHT_DOWN_CAUSAL):
+        return Band(None, shift if sparse_mode == RIGHT_DOWN_CAUSAL else 0)
+    origin = shift if sparse_mode == BAND else 0
+    lo = None if pre_tokens >= UNBOUNDED_TOKENS else origin - pre_tokens
+    hi = None if next_tokens >= UNBOUNDED_TOKENS else origin + next_tokens
+    return Band(lo, hi)
 
 
 def as_window(band: Band, seqlen_q: int, seqlen_k: int) -> Window:

@@ -46,26 +46,21 @@ def check_layout(input_layout: str, query: torch.Tensor, key: torch.Tensor, valu
     return layout
 
 
-def refuse_unsupported(
-    padding_mask: object, prefix: object, dropout_mask: object, q_start: object, kv_start: object, sparse_mode: int
-) -> None:
-    reasons = {
-        "padding_mask": (padding_mask, "the operator itself does not take it; hide keys with atten_mask"),
-        "dropout_mask": (dropout_mask, "diyfa's mask is a function of seed and offset and is never read from memory"),
-        "q_start_idx": (q_start, "diyfa counts positions from the start of the tensors"),
-        "kv_start_idx": (kv_start, "diyfa counts positions from the start of the tensors"),
-    }
-    for name, (value, reason) in reasons.items():
-        if value is not None:
-            raise ValueError(f"{name} is not supported: {reason}")
+# Arguments that must be None.
+ABSENT = {
+    "padding_mask": "the operator itself does not take it; hide keys with atten_mask",
+    "dropout_mask": "its mask is a function of seed and offset and is never read from memory",
+    **dict.fromkeys(("q_start_idx", "kv_start_idx"), "it counts positions from the start of the tensors"),
+}
+
+
+def check_mode(sparse_mode: int, prefix: object) -> None:
     if sparse_mode in REFUSED_MODES:
         raise ValueError(f"sparse_mode={sparse_mode} is not supported: {REFUSED_MODES[sparse_mode]}")
     if sparse_mode not in range(5):
         raise ValueError(f"sparse_mode must be 0 to 4, got {sparse_mode!r}")
     if prefix is not None:
-        raise ValueError(
-            f"prefix belongs to sparse_mode 5 and 6, which are not supported; got sparse_mode={sparse_mode}"
-        )
+        raise ValueError(f"prefix belongs to sparse_mode 5 and 6, which are not supported; got {sparse_mode}")
 
 
 def check_options(scale: float, keep_prob: float, inner_precise: int, softmax_layout: str, varlen: bool) -> None:
@@ -78,20 +73,14 @@ def check_options(scale: float, keep_prob: float, inner_precise: int, softmax_la
         raise ValueError(f'softmax_layout must be "", or "TND" with input_layout TND, got {softmax_layout!r}')
 
 
-def check_mask_dtype(mask: torch.Tensor) -> None:
+def as_bool(mask: torch.Tensor) -> torch.Tensor:
     validation.check_tensors(atten_mask=mask)
     if mask.dtype not in (torch.bool, torch.uint8):
         raise TypeError(f"atten_mask must be bool or uint8, 1 where a key is hidden; got {mask.dtype}")
-
-
-def as_bool(mask: torch.Tensor) -> torch.Tensor:
-    check_mask_dtype(mask)
     return mask.bool()
 
 
-def check_compressed(mask: torch.Tensor | None, sparse_mode: int) -> None:
-    assert mask is not None, "only a mask can be compressed"
-    check_mask_dtype(mask)
+def check_compressed(mask: torch.Tensor, sparse_mode: int) -> None:
     if mask.shape[-2:] != (COMPRESSED_MASK, COMPRESSED_MASK) or any(n != 1 for n in mask.shape[:-2]):
         raise ValueError(
             f"sparse_mode={sparse_mode} takes the compressed atten_mask of shape (2048, 2048), an upper triangle of "

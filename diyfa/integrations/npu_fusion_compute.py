@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from diyfa.attention import flash_attention, flash_attention_varlen
-from diyfa.integrations.npu_fusion_band import Band, Window, as_window, sample_band
+from diyfa.integrations.npu_fusion_band import ALL_MASK, Window, as_window, sample_band
 from diyfa.integrations.npu_fusion_checks import Rows, check_mask_shape
 
 STATISTICS_COPIES = 8  # the operator repeats each row's maximum and sum to fill a 32-byte block
@@ -29,13 +29,18 @@ class Call(NamedTuple):
     rng_state: torch.Tensor | None
     backend: str | None
 
-    def band(self, seqlen_q: int, seqlen_k: int) -> Band:
-        if not self.masked:
-            return Band(None, None)
-        return sample_band(self.sparse_mode, self.pre_tokens, self.next_tokens, seqlen_q, seqlen_k)
-
     def window(self, seqlen_q: int, seqlen_k: int) -> Window:
-        return as_window(self.band(seqlen_q, seqlen_k), seqlen_q, seqlen_k)
+        mode = self.sparse_mode if self.masked else ALL_MASK
+        band = sample_band(mode, self.pre_tokens, self.next_tokens, seqlen_q, seqlen_k)
+        return as_window(band, seqlen_q, seqlen_k)
+
+    def options(self, window: Window) -> dict[str, Any]:
+        """Return the arguments of diyfa's functions."""
+        return {
+            "sm_scale": self.scale, "window": (window.left, window.right), "alibi_slopes": self.slopes,
+            "sinks": self.sink, "dropout_p": self.dropout_p, "rng_state": self.rng_state, "return_lse": True,
+            "backend": self.backend,
+        }  # fmt: skip
 
 
 def statistics(lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,20 +81,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tup
     if not is_full:
         q, k, v = q[:, :, : window.seqlen_q], k[:, :, : window.seqlen_k], v[:, :, : window.seqlen_k]
         bias = None if bias is None else _first(bias, window.seqlen_q, window.seqlen_k)
-    out, lse = flash_attention(
-        q,
-        k,
-        v,
-        sm_scale=call.scale,
-        window=(window.left, window.right),
-        alibi_slopes=call.slopes,
-        attn_bias=bias,
-        sinks=call.sink,
-        dropout_p=call.dropout_p,
-        rng_state=call.rng_state,
-        return_lse=True,
-        backend=call.backend,
-    )
+    out, lse = flash_attention(q, k, v, attn_bias=bias, **call.options(window))
     if window.seqlen_q < seqlen_q:
         out, lse = _with_rows_without_keys(out, lse, seqlen_q - window.seqlen_q, call.sink)
     return out, lse
@@ -115,36 +107,19 @@ def attend_packed(
     It is one call if all sequences have the same window, else one call for each sequence.
     """
     lengths = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in zip(*ends, strict=True)]
-    windows = [call.window(*sizes) for sizes in lengths]
+    longest, windows = tuple(map(max, zip(*lengths, strict=True))), [call.window(*sizes) for sizes in lengths]
     is_full = all((w.seqlen_q, w.seqlen_k) == sizes for w, sizes in zip(windows, lengths, strict=True))
     if call.slopes is not None and not (is_full and all(q_len == k_len for q_len, k_len in lengths)):
         raise ValueError("pse_type=2 needs Sq == Skv in every sequence and a band that begins and ends within it")
     if call.mask is None and is_full and len({(w.left, w.right) for w in windows}) == 1:
         cu_q, cu_k = (_offsets(rows, q.device) for rows in ends)
-        return flash_attention_varlen(
-            q,
-            k,
-            v,
-            cu_q,
-            cu_k,
-            max(q_len for q_len, _ in lengths),
-            max(k_len for _, k_len in lengths),
-            sm_scale=call.scale,
-            window=(windows[0].left, windows[0].right),
-            alibi_slopes=call.slopes,
-            sinks=call.sink,
-            dropout_p=call.dropout_p,
-            rng_state=call.rng_state,
-            return_lse=True,
-            backend=call.backend,
-        )  # type: ignore[return-value]
+        return flash_attention_varlen(q, k, v, cu_q, cu_k, *longest, **call.options(windows[0]))  # type: ignore[return-value]
     if call.dropout_p:
         raise ValueError(
             "dropout is not supported for TND with a mask that diyfa computes sequence by sequence (an atten_mask in "
             "modes 0 and 1, sparse_mode 2 with unequal lengths): each would drop the same weights"
         )
     if call.mask is not None:
-        longest = max(q_len for q_len, _ in lengths), max(k_len for _, k_len in lengths)
         check_mask_shape(call.mask, 1, 1, *longest)
     return _attend_sequences(q, k, v, ends, call)
 

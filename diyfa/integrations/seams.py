@@ -46,6 +46,13 @@ def switch_on(seam: str, undo: ExitStack, detail: str = "") -> Handle:
     return _on[seam]
 
 
+def refuse(reasons: dict[str, str], **arguments: object) -> None:
+    """Raise ValueError for an argument of another library that is given and that diyfa lacks, with its reason."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported by diyfa: {reasons[name]}")
+
+
 def record(seam: str, route: str) -> None:
     """Count one call of a seam that went to `route`."""
     handle = _on.get(seam)

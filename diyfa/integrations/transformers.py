@@ -24,7 +24,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,15 +78,9 @@ def _attends_by_itself(config_class: type) -> bool:
 
 
 def make_attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    mask_function: Any = None,
-    attention_mask: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> torch.Tensor | None:
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None, **kwargs: Any,
+) -> torch.Tensor | None:  # fmt: skip
     """Return the mask of one kind of layer, as in the module's table. The arguments are Transformers'.
 
     1. A packed mask becomes the number of each row's sequence.
@@ -148,12 +142,12 @@ def make_attention_mask(
 Sequences = tuple[torch.Tensor, int]  # offsets of packed sequences, length of the longest
 
 
-def _once(x: torch.Tensor, find: Callable[[torch.Tensor], Any]) -> Any:
-    """Return find(x), cached on x until x changes: find waits for the device, and all layers share one mask."""
+def _cached_on(x: torch.Tensor, compute: Callable[[torch.Tensor], Any]) -> Any:
+    """Return compute(x), cached on x until x changes: it waits for the device, and all layers share one mask."""
     version = None if x.is_inference() else x._version  # tensors of inference mode have no version
     known_version, result = getattr(x, "diyfa_cached", (None, None))
     if version is None or version != known_version:
-        result = find(x)
+        result = compute(x)
         x.diyfa_cached = (version, result)  # type: ignore[attr-defined]
     return result
 
@@ -186,26 +180,33 @@ def _room(mask: torch.Tensor) -> tuple[int, torch.Tensor]:
     return keys, mask[:, :keys] > 0
 
 
-def _by_padding(mask: torch.Tensor) -> tuple[Sequences | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return (sequences, left padding, query offsets) of a padding mask (B, S); None three times if tokens have gaps.
+class _Padding(NamedTuple):
+    """A padding mask (B, S) read as packed sequences. All fields are None if a sample's tokens have gaps.
 
     * sequences: the batch as packed sequences. Runs of padding are sequences, too, which no token sees.
-    * left padding: (B,) int32, None if a sample's last row is padding.
-    * query offsets: for attention without causality, in samples: sequence n of the keys has the queries of samples
+    * leftpad: (B,) int32, None if a sample's last row is padding.
+    * query_offsets: for attention without causality, in samples: sequence n of the keys has the queries of samples
       [n] to [n + 1]. All queries of a sample belong to the sequence of its tokens, none to its padding.
     """
+
+    sequences: Sequences | None = None
+    leftpad: torch.Tensor | None = None
+    query_offsets: torch.Tensor | None = None
+
+
+def _by_padding(mask: torch.Tensor) -> _Padding:
     is_token = mask.bool()
     begins = is_token != is_token.roll(1, 1)
     begins[:, 0] = is_token[:, 0]
     if bool(((begins & is_token).sum(1) > 1).any()):
-        return None, None, None
+        return _Padding()
     ends_with_token = bool(is_token[:, -1].all())
     offsets, longest = _sequences(begins)
     # Queries of a sample without any token see its padding.
     has_queries = (is_token | ~is_token.any(1, keepdim=True)).flatten()[offsets[:-1]]
     query_offsets = torch.nn.functional.pad(has_queries.cumsum(0), (1, 0)).to(torch.int32)
     leftpad = is_token.int().argmax(1).to(torch.int32) if ends_with_token else None
-    return (offsets, longest), leftpad, query_offsets
+    return _Padding((offsets, longest), leftpad, query_offsets)
 
 
 def _packed_lengths(
@@ -220,15 +221,15 @@ def _packed_lengths(
         return tuple(extras[f"{name}_{side}"] for name in ("cu_seq_lens", "max_length") for side in "qk")
     packed, positions = None, extras.get("position_ids")
     if mask is not None and mask.dim() == 2 and mask.dtype in PACKED:
-        packed = _once(mask, _by_number)
+        packed = _cached_on(mask, _by_number)
     elif q.shape[:2] != k.shape[:2] or torch.compiler.is_compiling() or extras.get("position_bias") is not None:
         return ()
     elif mask is not None and mask.dim() == 2:
-        packed, _, query_offsets = _once(mask, _by_padding)
+        packed, _, query_offsets = _cached_on(mask, _by_padding)
         if packed is not None and not causal and mask.dtype not in WINDOW_DTYPES:  # keys may be an encoder's
             return query_offsets * q.shape[1], packed[0], q.shape[1], packed[1]
     elif causal and mask is None and isinstance(positions, torch.Tensor):
-        packed = _once(positions, _by_position) if positions.shape == (1, q.shape[1]) == q.shape[:2] else None
+        packed = _cached_on(positions, _by_position) if positions.shape == (1, q.shape[1]) == q.shape[:2] else None
     return () if packed is None else (packed[0], packed[0], packed[1], packed[1])
 
 
@@ -247,13 +248,9 @@ def _quantised_packed(rows: tuple[torch.Tensor, ...], sequences: int, dtype: str
 
 
 def _attend_packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: tuple[Any, ...],
-    options: dict[str, Any],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[Any, ...], options: dict[str, Any],
     eight_bits: str = "",
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return the attention of (B, S, H, D) tensors as one packed batch of B · S rows, with `_packed_lengths`."""
     cu_q, cu_k, max_q, max_k = lengths
     batch = q.shape[:2]
@@ -280,7 +277,7 @@ def _attend_one_token(
         return None
     leftpad = None
     if mask is not None:
-        leftpad = None if mask.dim() == 4 or torch.compiler.is_compiling() else _once(mask, _by_padding)[1]
+        leftpad = None if mask.dim() == 4 or torch.compiler.is_compiling() else _cached_on(mask, _by_padding).leftpad
         if leftpad is None:
             return None
     out = flash_attn_with_kvcache(
@@ -332,16 +329,9 @@ def _eight_bits(query: torch.Tensor, key: torch.Tensor) -> str:
 
 
 def attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **extras: Any,
-) -> tuple[torch.Tensor, None]:
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extras: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Return the attention (B, S, H, D) of (B, H, S, D) tensors, with the arguments of Transformers.
 
     The call goes the first of these ways that fits: packed sequences, also of a padded batch; one new token over a
@@ -372,7 +362,7 @@ def attention(
         if mask.dtype in WINDOW_DTYPES and not causal and is_of_config:
             options["window"] = (window, window)
         if mask.dtype in ROOM:
-            keys, mask = (mask.shape[2], None) if mask.dim() == 3 else _once(mask, _room)
+            keys, mask = (mask.shape[2], None) if mask.dim() == 3 else _cached_on(mask, _room)
             k, v = k[:, :keys], v[:, :keys]
             bias = None if bias is None else bias[..., :keys]
         elif not mask.shape[0]:
@@ -402,14 +392,9 @@ def attention(
 
 
 def paged_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    cache: Any = None,
-    **arguments: Any,
-) -> tuple[torch.Tensor, None]:
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    cache: Any = None, **arguments: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Return the attention (T, H, D) of all requests' tokens (1, H, T, D) over a paged cache: continuous batching."""
     _check(module, None, None, arguments)
     handle = active_handle(SEAM)

@@ -19,21 +19,12 @@ UNBOUNDED = (-1, -1)
 
 
 def attention_arguments(
-    metadata: Any,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
+    metadata: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
     kv_cache: torch.Tensor | Sequence[torch.Tensor] | None,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    kv_cache_dtype: str = "auto",
-    attn_type: str = "decoder",
-    max_seqlen_k: int | None = None,
-) -> dict[str, Any]:
+    *, scale: float, sliding_window: int | None = None, logits_soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, kv_cache_dtype: str = "auto",
+    attn_type: str = "decoder", max_seqlen_k: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the arguments with which `diyfa.flash_attention_varlen` computes what `AscendAttentionBackendImpl` does.
 
     The step's keys must be in the cache already, as `reshape_and_cache` writes them. Rows of `query` from
@@ -78,8 +69,8 @@ def attention_arguments(
     if n_tokens > query.shape[0]:
         raise ValueError(f"actual_seq_lengths_q ends with {n_tokens}, and query has {query.shape[0]} rows")
     if _differs(query_start_loc, [0, *ends]):
-        found = query_start_loc.tolist()
-        raise ValueError(f"query_start_loc must be [0, *actual_seq_lengths_q], which is {[0, *ends]}, got {found}")
+        got = query_start_loc.tolist()
+        raise ValueError(f"query_start_loc must be [0, *actual_seq_lengths_q], which is {[0, *ends]}, got {got}")
     cu_seqlens_q = query_start_loc.to(query.device, torch.int32)
     max_seqlen_q = max((end - start for start, end in zip(starts, ends, strict=True)), default=0)
     arguments: dict[str, Any] = {
@@ -118,20 +109,6 @@ def attention_arguments(
         "block_table": block_tables[:batch].to(torch.int32),
         "seqused_k": seq_lens[:batch].to(query.device, torch.int32),
     }  # fmt: skip
-
-
-def slots(metadata: Any, block_size: int) -> list[int]:
-    """Return the slots of this step's tokens in the cache, as `block_tables` gives them: block · block_size + offset.
-
-    vllm-ascend writes keys through `slot_mapping` and diyfa reads them through `block_tables`, so both must agree. This
-    reads tensors on the host, for tests and for finding errors."""
-    table = metadata.block_tables.tolist()
-    start, found = 0, []
-    for b, (end, length) in enumerate(zip(metadata.actual_seq_lengths_q, metadata.seq_lens_list, strict=False)):
-        for position in range(length - (end - start), length):
-            found.append(table[b][position // block_size] * block_size + position % block_size)
-        start = end
-    return found
 
 
 def _state(metadata: Any) -> str:
@@ -190,9 +167,9 @@ def _differs(x: torch.Tensor, values: list[int]) -> bool:
 def _check_uncached_lengths(metadata: Any, starts: list[int], ends: list[int]) -> None:
     """Raise ValueError if a sequence has keys in the cache, which PrefillNoCache does not read."""
     lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-    found = _numbers(metadata, "seq_lens_list")
-    if found[: len(lengths)] != lengths:
-        raise ValueError(f"{PREFILL_NO_CACHE} has no keys but its own, {lengths} of each sequence, got {found}")
+    got = _numbers(metadata, "seq_lens_list")
+    if got[: len(lengths)] != lengths:
+        raise ValueError(f"{PREFILL_NO_CACHE} has no keys but its own, {lengths} of each sequence, got {got}")
 
 
 def _check_cached_lengths(

@@ -14,15 +14,9 @@ from torch import Tensor
 from diyfa.validation import check_length, check_tensors
 
 __all__ = [
-    "RotaryEmbedding",
-    "apply_rotary",
-    "apply_rotary_emb",
-    "apply_rotary_emb_func",
-    "apply_rotary_emb_kv_",
-    "apply_rotary_emb_qkv_",
-    "apply_rotary_emb_torch",
-    "rotate_half",
-]
+    "RotaryEmbedding", "apply_rotary", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_", "apply_rotary_emb_torch", "rotate_half",
+]  # fmt: skip
 
 Offsets = int | Tensor
 
@@ -40,8 +34,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     a, b = a.to(dtype), b.to(dtype)
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    return (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(x.dtype)
+    rotated = (a * cos - b * sin, b * cos + a * sin)
+    return (torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)).to(x.dtype)
 
 
 def _check_tables(cos: Tensor, sin: Tensor, x: Tensor) -> None:
@@ -58,12 +52,9 @@ def _check_tables(cos: Tensor, sin: Tensor, x: Tensor) -> None:
 
 
 def _rows(
-    tables: tuple[Tensor, ...],
-    x: Tensor,
-    seqlen_offsets: Offsets,
-    cu_seqlens: Tensor | None = None,
+    tables: tuple[Tensor, ...], x: Tensor, seqlen_offsets: Offsets, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Return each table's rows for all tokens: (S, 1, R/2), (B, S, 1, R/2), or packed (T, 1, R/2), float32 or wider.
 
     `tables` alternate cos, sin. A token without a row (beyond the table, or of no packed sequence) is not rotated.
@@ -107,16 +98,9 @@ def _rows(
 
 
 def apply_rotary(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    seqlen_offsets: Offsets = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    interleaved: bool = False,
-    inplace: bool = False,
-    conjugate: bool = False,
-) -> Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: Offsets = 0, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, interleaved: bool = False, inplace: bool = False, conjugate: bool = False,
+) -> Tensor:  # fmt: skip
     """`apply_rotary_emb` with `flash_attn.ops.triton.rotary`'s order of arguments. `conjugate` negates the angles."""
     check_tensors(x=x)
     rank = 4 if cu_seqlens is None else 3
@@ -126,23 +110,17 @@ def apply_rotary(
     _check_tables(cos, sin, x)
     cos, sin = _rows((cos, sin), x, seqlen_offsets, cu_seqlens, max_seqlen)
     rotary_dim = 2 * cos.shape[-1]
-    turned = _rotate(x[..., :rotary_dim], cos, -sin if conjugate else sin, interleaved)
+    rotated = _rotate(x[..., :rotary_dim], cos, -sin if conjugate else sin, interleaved)
     if inplace:
-        x[..., :rotary_dim].copy_(turned)
+        x[..., :rotary_dim].copy_(rotated)
         return x
-    return turned if rotary_dim == x.shape[-1] else torch.cat((turned, x[..., rotary_dim:]), -1)
+    return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), -1)
 
 
 def apply_rotary_emb(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-    inplace: bool = False,
-    seqlen_offsets: Offsets = 0,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-) -> Tensor:
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False, seqlen_offsets: Offsets = 0,
+    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+) -> Tensor:  # fmt: skip
     """Rotate the first rotary_dim features of every token by its position.
 
     Args:
@@ -170,20 +148,14 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim > x.shape[-1]:
         raise ValueError(f"rotary_dim {rotary_dim} exceeds the head dimension {x.shape[-1]}")
-    turned = _rotate(x[..., :rotary_dim], cos[..., None, :], sin[..., None, :], interleaved)
-    return torch.cat((turned, x[..., rotary_dim:]), -1)
+    rotated = _rotate(x[..., :rotary_dim], cos[..., None, :], sin[..., None, :], interleaved)
+    return torch.cat((rotated, x[..., rotary_dim:]), -1)
 
 
 def apply_rotary_emb_qkv_(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    cos_k: Tensor | None = None,
-    sin_k: Tensor | None = None,
-    interleaved: bool = False,
-    seqlen_offsets: Offsets = 0,
-    num_heads_q: int | None = None,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, cos_k: Tensor | None = None, sin_k: Tensor | None = None,
+    interleaved: bool = False, seqlen_offsets: Offsets = 0, num_heads_q: int | None = None,
+) -> Tensor:  # fmt: skip
     """Rotate q and k of a packed projection in place and return it.
 
     Args:
@@ -250,13 +222,9 @@ class RotaryEmbedding(torch.nn.Module):
     scale: Tensor | None
 
     def __init__(
-        self,
-        dim: int,
-        base: float = 10000.0,
-        interleaved: bool = False,
-        scale_base: float | None = None,
+        self, dim: int, base: float = 10000.0, interleaved: bool = False, scale_base: float | None = None,
         device: torch.device | str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.dim = dim
         self.base = float(base)
@@ -306,13 +274,9 @@ class RotaryEmbedding(torch.nn.Module):
         self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
 
     def forward(
-        self,
-        qkv: Tensor,
-        kv: Tensor | None = None,
-        seqlen_offset: Offsets = 0,
-        max_seqlen: int | None = None,
+        self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: Offsets = 0, max_seqlen: int | None = None,
         num_heads_q: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Rotate q and k in place.
 
         Args:

@@ -27,7 +27,8 @@ from diyfa.backends.cuda.attention.decode_configs import DecodeConfig, chunk_key
 from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.backends.cuda.runtime import passes
 from diyfa.backends.cuda.runtime.launch import is_interpreting
-from diyfa.problem import AttentionProblem, KVCacheProblem, Launch, example_kvcache
+from diyfa.lab.examples import example_kvcache
+from diyfa.problem import AttentionProblem, KVCacheProblem, Launch
 
 DEVICE = TARGETS["cuda"].device
 BLOCK_N = 16

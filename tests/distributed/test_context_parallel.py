@@ -108,7 +108,7 @@ def test_misplaced_dtensors_are_refused(workers):
         "ValueError: q, k and v must be placed alike", placed, placed, placed,
         "TypeError: q, k and v must all be DTensors", "ValueError: group must be None or the dimensions of q's mesh",
         "ValueError: group must be a DeviceMesh of one or two",
-        "ValueError: 8 query and 3 key/value heads must be multiples of 2", "ValueError: 3 query and 3 key/value heads",
+        "ValueError: 8 query and 3 KV heads must be multiples of 2", "ValueError: 3 query and 3 KV heads",
     ]  # fmt: skip
     for messages in workers.run(cp.run_misplaced_dtensors):
         assert [message[: len(start)] for message, start in zip(messages, told, strict=True)] == told

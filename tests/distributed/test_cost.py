@@ -35,14 +35,14 @@ def test_seconds_by_hand():
     work = Work(4, 1, 8, 2, 1000, 64, 64, 2, backward=False)
     flops = 4 * 8 * 1000 * 4000 * 64
     assert work.flops == flops
-    assert work.keys == 2 * 2 * 1000 * 64 * 2
-    step, transfer = flops / 1e12 / 4, work.keys / 1e9
+    assert work.kv_bytes == 2 * 2 * 1000 * 64 * 2
+    step, transfer = flops / 1e12 / 4, work.kv_bytes / 1e9
     assert ring_seconds(work, machine) == pytest.approx(step + 3 * max(step, transfer))
     # q, out and four key/value heads, two of them sent twice; three quarters leave the rank.
     exchanged = (8 + 8 + 4 + 4) * 1000 * 64 * 2 * 3 / 4
     assert ulysses_seconds(work, machine) == pytest.approx(flops / 1e12 + exchanged / 2e9)
     both = replace(work, backward=True)
-    home = 2 * work.keys / 1e9
+    home = 2 * work.kv_bytes / 1e9
     backward = 2.5 * step + 3 * max(2.5 * step, transfer + home) + home
     assert ring_seconds(both, machine) == pytest.approx(ring_seconds(work, machine) + backward)
 

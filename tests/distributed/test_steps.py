@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from diyfa.distributed.sharding import joined, rank_segments, segment_rows
+from diyfa.distributed.sharding import joined, ranges, rank_segments
 from diyfa.distributed.steps import Call, ring_steps
 
 
@@ -72,7 +72,7 @@ def test_every_visible_pair_is_computed_once(first, apart):
     for seed in range(first, first + 50):
         sequences, ranks, window, load_balance, packed = drawn(seed)
         layout = rank_segments(sequences, ranks, load_balance)
-        rows = [segment_rows(segments) for segments in layout]
+        rows = [ranges((s.row, s.row + s.rows) for s in segments) for segments in layout]
         places = [
             torch.tensor([(s.sequence, x) for s in own for x in range(s.start, s.stop)]).view(-1, 2) for own in layout
         ]

@@ -28,6 +28,7 @@ from diyfa import plan as planning
 from diyfa import registry, testing, yardstick
 from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, SHAPE_FEATURES, Broadcast, Feature, Shape
 from diyfa.features import REFUSABLE as ALL_REFUSABLE
+from diyfa.lab.examples import example_gradients, example_tensors
 from diyfa.lab.first_run.cases import SMOKE, features_in
 from diyfa.lab.validate import CASES as VALIDATED
 from diyfa.options import AttentionOptions
@@ -37,8 +38,6 @@ from diyfa.problem import (
     AttentionProblem,
     AttentionTensors,
     as_kvcache,
-    example_gradients,
-    example_tensors,
 )
 from diyfa.testing import AttentionCase, Results, attention_function, make_inputs, run_case
 

@@ -361,7 +361,7 @@ def returns(value: Any) -> Any:
         (lambda: masks.neighborhood((8, 8), (0, 3)), ValueError, "window must be positive"),
         (lambda: masks.dilated(3, 0), ValueError, "dilation must be positive"),
         (lambda: masks.tree(torch.ones(3)), TypeError, "parents must be a tensor of integers"),
-        (lambda: masks.tree(torch.zeros(3).int(), -1), ValueError, "context must be an integer of at least 0"),
+        (lambda: masks.tree(torch.zeros(3).int(), -1), ValueError, "context must be at least 0"),
         (lambda: masks.global_tokens(torch.ones(3)), TypeError, "is_global must be a vector of booleans"),
         (lambda: masks.first_keys(0), ValueError, "count must be positive"),
     ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import diyfa
-from diyfa.integrations.vllm_ascend import attention_arguments, slots
+from diyfa.integrations.vllm_ascend import attention_arguments
 
 
 class AscendAttentionState(Enum):
@@ -30,6 +30,17 @@ STEPS = [
     ("ChunkedPrefill", (1, 1, 40, 9), (30, 63, 0, 50)),
     ("SpecDecoding", (3, 3, 3), (10, 31, 64)),
 ]
+
+
+def slots(metadata: Any, block_size: int) -> list[int]:
+    """Slots of the step's tokens in the cache, as `block_tables` gives them: vllm-ascend writes keys there."""
+    table = metadata.block_tables.tolist()
+    start, found = 0, []
+    for b, (end, length) in enumerate(zip(metadata.actual_seq_lengths_q, metadata.seq_lens_list, strict=False)):
+        for position in range(length - (end - start), length):
+            found.append(table[b][position // block_size] * block_size + position % block_size)
+        start = end
+    return found
 
 
 class Step:

@@ -356,7 +356,7 @@ REFUSALS = {
     "sparse_mode must be 0 to 4": {"sparse_mode": 9},
     "prefix belongs to": {"prefix": [3]},
     "padding_mask is not supported": {"padding_mask": torch.zeros(1)},
-    "dropout_mask is not supported: diyfa's mask": {"dropout_mask": torch.zeros(1)},
+    "dropout_mask is not supported by diyfa: its mask": {"dropout_mask": torch.zeros(1)},
     "q_start_idx is not supported": {"q_start_idx": [0]},
     "pse_type=3 is not supported": {"pse_type": 3, "pse": torch.zeros(4)},
     "pse_type must be": {"pse_type": 4},

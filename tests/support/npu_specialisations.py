@@ -19,8 +19,9 @@ from triton.runtime.jit import JITFunction
 
 from diyfa.backends.npu.attention import bwd, fwd
 from diyfa.backends.npu.runtime import launch
+from diyfa.lab.examples import example_gradients, example_tensors
 from diyfa.lab.npu import specs
-from diyfa.problem import LAYOUTS, AttentionTensors, example_gradients, example_tensors
+from diyfa.problem import LAYOUTS, AttentionTensors
 
 TARGET = "Ascend910B3"
 keys: dict[str, set[str]] = defaultdict(set)

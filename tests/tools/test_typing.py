@@ -23,6 +23,7 @@ def test_the_stub_is_what_the_signatures_say() -> None:
 @pytest.mark.parametrize("file", ["diyfa/__init__.py", "diyfa/__init__.pyi"])
 def test_every_public_name_is_visible(file: str) -> None:
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    imported = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    aliases = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+    imported = {alias.asname or alias.name for alias in aliases}
     defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert set(diyfa._PUBLIC) <= imported | defined

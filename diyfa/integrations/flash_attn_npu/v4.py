@@ -12,6 +12,7 @@ import torch
 
 from diyfa.attention import flash_attention_v2, flash_attention_varlen
 from diyfa.integrations.flash_attn_npu.metadata import check_metadata, no_metadata
+from diyfa.integrations.seams import refuse
 from diyfa.options import UNBOUNDED
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
@@ -31,36 +32,14 @@ _ABSENT = {
 }
 
 
-def _refuse(**arguments: Any) -> None:
-    """Raise ValueError for an argument that diyfa lacks."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{name} is not supported by diyfa: {_ABSENT[name]}")
-
-
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None = None,
-    gather_kv_indices: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = UNBOUNDED,
-    learnable_sink: Tensor | None = None,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    score_mod: Any = None,
-    score_mod_bwd: Any = None,
-    mask_mod: Any = None,
-    aux_tensors: Any = None,
-    aux_scalars: Any = None,
-    block_sparse_tensors: Any = None,
-    block_sparse_tensors_bwd: Any = None,
-    return_lse: bool = False,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, gather_kv_indices: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = UNBOUNDED,
+    learnable_sink: Tensor | None = None, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None,
+    aux_tensors: Any = None, aux_scalars: Any = None, block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
     """`diyfa.flash_attention_v2` of (B, S, H, D) tensors: return out, or (out, lse (B, H, S)).
 
     `learnable_sink` is diyfa's `sinks`: (H,) float32.
@@ -68,11 +47,7 @@ def flash_attn_func(
     Raises:
         ValueError: an argument that diyfa lacks, or what `diyfa.flash_attention_v2` raises.
     """
-    _refuse(
-        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
-        aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
-        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
-    )  # fmt: skip
+    refuse(_ABSENT, **{name: x for name, x in locals().items() if name in _ABSENT})
     return flash_attention_v2(
         q, k, v, causal, softmax_scale, window=window_size, softcap=softcap, sinks=learnable_sink,
         deterministic=deterministic, return_lse=return_lse,
@@ -80,38 +55,16 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    min_seqlen_k: int | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    gather_kv_indices: Tensor | None = None,
-    page_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = UNBOUNDED,
-    learnable_sink: Tensor | None = None,
-    softcap: float = 0.0,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    score_mod: Any = None,
-    score_mod_bwd: Any = None,
-    mask_mod: Any = None,
-    block_sparse_tensors: Any = None,
-    aux_tensors: Any = None,
-    aux_scalars: Any = None,
-    return_lse: bool = False,
-    scheduler_metadata: Tensor | None = None,
-    seqlen_k_per_split: int | None = None,
-    disable_scheduler_metadata: bool = False,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None, page_table: Tensor | None = None, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Window = UNBOUNDED, learnable_sink: Tensor | None = None, softcap: float = 0.0,
+    num_splits: int = 0, pack_gqa: bool | None = None, deterministic: bool = False, score_mod: Any = None,
+    score_mod_bwd: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None, aux_tensors: Any = None,
+    aux_scalars: Any = None, return_lse: bool = False, scheduler_metadata: Tensor | None = None,
+    seqlen_k_per_split: int | None = None, disable_scheduler_metadata: bool = False,
+) -> Any:  # fmt: skip
     """`diyfa.flash_attention_varlen` of packed (T, H, D) tensors or pages: return out, or (out, lse (H, T)).
 
     max_seqlen_q defaults to all rows of q, max_seqlen_k to all rows of k, or to what the page table holds.
@@ -119,11 +72,7 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: an argument that diyfa lacks, no cu_seqlens_q, or what `diyfa.flash_attention_varlen` raises.
     """
-    _refuse(
-        qv=qv, min_seqlen_k=min_seqlen_k, seqused_q=seqused_q, gather_kv_indices=gather_kv_indices, score_mod=score_mod,
-        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
-        aux_tensors=aux_tensors, aux_scalars=aux_scalars, seqlen_k_per_split=seqlen_k_per_split,
-    )  # fmt: skip
+    refuse(_ABSENT, **{name: x for name, x in locals().items() if name in _ABSENT})
     check_metadata(scheduler_metadata)
     if cu_seqlens_q is None:
         raise ValueError("cu_seqlens_q is needed: q must be packed (T, H, D), for (B, S, H, D) use flash_attn_func")
@@ -137,24 +86,11 @@ def flash_attn_varlen_func(
 
 
 def get_scheduler_metadata(
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: Tensor,
-    qkv_dtype: torch.dtype = torch.bfloat16,
-    headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    page_size: int | None = None,
-    causal: bool = False,
-    window_size: Window = UNBOUNDED,
-    softcap: float = 0.0,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    softmax_scale: float | None = None,
-) -> Tensor:
+    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
+    cache_seqlens: Tensor, qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None, page_size: int | None = None, causal: bool = False,
+    window_size: Window = UNBOUNDED, softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
+    sm_margin: int = 0, softmax_scale: float | None = None,
+) -> Tensor:  # fmt: skip
     """Metadata without elements, (0,) int32: diyfa divides the work on the device, in the call itself."""
     return no_metadata(cache_seqlens)

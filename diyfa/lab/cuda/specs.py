@@ -46,6 +46,7 @@ from diyfa.block_lists import Selection
 from diyfa.eight_bits import EIGHT_BITS, PER_BLOCK, PER_HEAD, PER_TENSOR, Scheme
 from diyfa.features import EVERYTHING, SCORE_EXAMPLE, dtype_name
 from diyfa.lab.cuda.aot import CompileSpec, launch_spec
+from diyfa.lab.examples import example_kvcache, example_tensors
 from diyfa.mask_terms import Comparison, terms_of
 from diyfa.problem import (
     VARLEN,
@@ -56,8 +57,6 @@ from diyfa.problem import (
     Launch,
     NewKeys,
     empty_output,
-    example_kvcache,
-    example_tensors,
 )
 from diyfa.score_functions import function_name
 

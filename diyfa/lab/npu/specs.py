@@ -18,6 +18,7 @@ from diyfa.arch import ELEMENT_BYTES, NPUArch
 from diyfa.backends.npu.tables import configs, configs_v1
 from diyfa.eight_bits import PER_BLOCK, PER_HEAD, PER_TENSOR
 from diyfa.features import COMPOSABLE, EVERYTHING, SCORE_EXAMPLE
+from diyfa.lab.examples import example_gradients, example_kvcache, example_tensors
 from diyfa.problem import (
     VARLEN,
     AttentionProblem,
@@ -27,9 +28,6 @@ from diyfa.problem import (
     MatmulProblem,
     NewKeys,
     empty_output,
-    example_gradients,
-    example_kvcache,
-    example_tensors,
 )
 from diyfa.score_code import gathered_loads
 from diyfa.score_functions import function_name
