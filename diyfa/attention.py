@@ -233,9 +233,13 @@ def attend(
 
 
 def _attend_dtensors(
-    owners: dict[str, Any], lengths: Lengths, returns_lse: bool, arguments: dict[str, Any],
-    words: Words, weights: Callable[..., torch.Tensor] | None,
-) -> Any:  # fmt: skip
+    owners: dict[str, Any],
+    lengths: Lengths,
+    returns_lse: bool,
+    arguments: dict[str, Any],
+    words: Words,
+    weights: Callable[..., torch.Tensor] | None,
+) -> Any:
     """Run a call of DTensors: `attend` of each rank's shards."""
     from diyfa.distributed.dtensor import attend_with_shards
 
@@ -246,9 +250,14 @@ def _attend_dtensors(
 
 
 def _attend_quantized(
-    owners: dict[str, Any], lengths: Lengths, returns_lse: bool, arguments: dict[str, Any], given: dict[str, Any],
-    words: Words, weights: Callable[..., torch.Tensor] | None,
-) -> Any:  # fmt: skip
+    owners: dict[str, Any],
+    lengths: Lengths,
+    returns_lse: bool,
+    arguments: dict[str, Any],
+    given: dict[str, Any],
+    words: Words,
+    weights: Callable[..., torch.Tensor] | None,
+) -> Any:
     """Run a call of which some tensors are `Quantized`: `attend` of their values, descales and means.
 
     Gradients that go straight through have their own path. `given`: mask and score function as the caller gave them;
@@ -288,9 +297,13 @@ def _gradient_dtype(
 
 
 def _attend_straight_through(
-    quantized: list[Quantized | None], owners: dict[str, Any], lengths: Lengths, arguments: dict[str, Any],
-    words: Words, dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    quantized: list[Quantized | None],
+    owners: dict[str, Any],
+    lengths: Lengths,
+    arguments: dict[str, Any],
+    words: Words,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a call of quantised tensors with gradients of the inputs that they were made from -> (out, lse).
 
     `quantized` and `owners` as for `_gradient_dtype`, which returns `dtype`.
@@ -332,17 +345,36 @@ def _refuse_over_cache(**arguments: object) -> None:
 
 @without_unknown
 def flash_attention(
-    q: Input, k: Input, v: Input, causal: bool = False, sm_scale: float | None = None,
+    q: Input,
+    k: Input,
+    v: Input,
+    causal: bool = False,
+    sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
-    *, variant: str = "auto", window: tuple[int, int] = UNBOUNDED, softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None, mask: BlockMask | None = None,
-    score_fn: Any = None, score_tensors: Sequence[torch.Tensor] = (), score_grad_fn: Any = None,
-    sinks: torch.Tensor | None = None, dropout_p: float = 0.0, rng_state: torch.Tensor | None = None,
-    deterministic: bool = False, return_lse: bool = False, backend: str | None = None,
-    q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None,
-    k_mean: torch.Tensor | None = None, v_mean: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    *,
+    variant: str = "auto",
+    window: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **unknown: NoReturn,
-) -> Result:  # fmt: skip
+) -> Result:
     """Return softmax(q kᵀ · sm_scale) v without ever storing the (Sq, Sk) matrix.
 
     Args:
@@ -408,17 +440,36 @@ def flash_attention(
 
 @without_unknown
 def flash_attention_v2(
-    q: Input, k: Input, v: Input, causal: bool = False, sm_scale: float | None = None,
+    q: Input,
+    k: Input,
+    v: Input,
+    causal: bool = False,
+    sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
-    *, variant: str = "auto", window: tuple[int, int] = UNBOUNDED, softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None, mask: BlockMask | None = None,
-    score_fn: Any = None, score_tensors: Sequence[torch.Tensor] = (), score_grad_fn: Any = None,
-    sinks: torch.Tensor | None = None, dropout_p: float = 0.0, rng_state: torch.Tensor | None = None,
-    deterministic: bool = False, return_lse: bool = False, backend: str | None = None,
-    q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None,
-    k_mean: torch.Tensor | None = None, v_mean: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
+    *,
+    variant: str = "auto",
+    window: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     **unknown: NoReturn,
-) -> Result:  # fmt: skip
+) -> Result:
     """`flash_attention` for the layout (B, S, H, D) of q, k, v and the output.
 
     Everything else is equal; the log-sum-exp stays (B, H, Sq).
@@ -440,17 +491,40 @@ def flash_attention_v2(
 
 @without_unknown
 def flash_attention_varlen(
-    q: Input, k: Input, v: Input, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None, max_seqlen_q: int,
-    max_seqlen_k: int, causal: bool = False, sm_scale: float | None = None,
-    *, variant: str = "auto", window: tuple[int, int] = UNBOUNDED, softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, score_fn: Any = None, score_tensors: Sequence[torch.Tensor] = (),
-    score_grad_fn: Any = None, sinks: torch.Tensor | None = None, dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None, deterministic: bool = False, return_lse: bool = False,
-    backend: str | None = None, q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None, k_mean: torch.Tensor | None = None, v_mean: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None, block_table: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None, out: torch.Tensor | None = None, **unknown: NoReturn,
-) -> Result:  # fmt: skip
+    q: Input,
+    k: Input,
+    v: Input,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    *,
+    variant: str = "auto",
+    window: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    block_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    **unknown: NoReturn,
+) -> Result:
     """`flash_attention` for sequences of different lengths packed one after another, without padding.
 
     With `block_table`, `seqused_k` or `out` the call is inference over a cache: there is no backward pass (the result
@@ -511,19 +585,44 @@ def flash_attention_varlen(
 
 @without_unknown
 def explain(
-    q: Input, k: Input, v: Input, causal: bool = False, sm_scale: float | None = None,
+    q: Input,
+    k: Input,
+    v: Input,
+    causal: bool = False,
+    sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
-    *, layout: str = "bhsd", variant: str = "auto", window: tuple[int, int] = UNBOUNDED, softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None, mask: BlockMask | None = None,
-    score_fn: Any = None, score_tensors: Sequence[torch.Tensor] = (), score_grad_fn: Any = None,
-    sinks: torch.Tensor | None = None, dropout_p: float = 0.0, rng_state: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k: torch.Tensor | None = None, max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0, deterministic: bool = False, return_lse: bool = False, backend: str | None = None,
-    q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None, v_descale: torch.Tensor | None = None,
-    k_mean: torch.Tensor | None = None, v_mean: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
-    block_table: torch.Tensor | None = None, seqused_k: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    *,
+    layout: str = "bhsd",
+    variant: str = "auto",
+    window: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    block_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     **unknown: NoReturn,
-) -> registry.Explanation:  # fmt: skip
+) -> registry.Explanation:
     """Return the backend, kernel and tile that `flash_attention` would run with these arguments, and why no others.
 
     If an input requires a gradient, `backward` of the result explains the backward pass. Nothing is launched. `layout`

@@ -93,9 +93,13 @@ def philox4x32(counter: Words, key: tuple[Number, Number]) -> Words:
 
 
 def head_keys(
-    batch: int, heads: int, seed: Number, offset: Number, device: torch.device | str = "cpu",
+    batch: int,
+    heads: int,
+    seed: Number,
+    offset: Number,
+    device: torch.device | str = "cpu",
     origins: torch.Tensor | None = None,
-) -> Words:  # fmt: skip
+) -> Words:
     """Run steps 1 and 4 for every (sample, query head). Return (R0, R1, C0, C1), (B, H) int64 in [0, 2**32) each.
 
     `origins`: (B, 4) int64, (b0, h0, i0, j0) of each sample.
@@ -156,9 +160,16 @@ def drop_threshold(dropout_p: float) -> int:
 
 
 def dropout_mask(
-    batch: int, heads: int, seqlen_q: int, seqlen_k: int, dropout_p: float, seed: int, offset: int = 0,
-    device: torch.device | str = "cpu", origins: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    dropout_p: float,
+    seed: int,
+    offset: int = 0,
+    device: torch.device | str = "cpu",
+    origins: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return the mask of one call, (B, H, Sq, Sk) bool: True for weights that are kept (and scaled by 1/(1 - p)).
 
     Args:

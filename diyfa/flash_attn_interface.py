@@ -44,10 +44,17 @@ WORDS = Words("return_attn_probs", "softmax_scale", "window_size")
 
 
 def _attend(
-    owners: dict[str, torch.Tensor], lengths: Lengths | None, return_attn_probs: bool, dropout_p: float,
-    sm_scale: float | None, causal: bool, window: Window, softcap: float, alibi_slopes: torch.Tensor | None,
+    owners: dict[str, torch.Tensor],
+    lengths: Lengths | None,
+    return_attn_probs: bool,
+    dropout_p: float,
+    sm_scale: float | None,
+    causal: bool,
+    window: Window,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
     deterministic: bool,
-) -> FlashAttnResult:  # fmt: skip
+) -> FlashAttnResult:
     """Run one call. `owners` are q, k and v, or the tensors that pack them; other arguments have diyfa's names."""
     arguments: dict[str, Any] = {
         "layout": "bshd" if lengths is None else VARLEN, "causal": causal, "sm_scale": sm_scale, "window": window,
@@ -70,11 +77,19 @@ def _attend_pages(
 
 @without_unknown
 def flash_attn_func(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = UNBOUNDED, softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     **unknown: NoReturn,
-) -> FlashAttnResult:  # fmt: skip
+) -> FlashAttnResult:
     """Return the attention of (B, S, H, D) tensors.
 
     Args:
@@ -110,10 +125,18 @@ def flash_attn_func(
 
 @without_unknown
 def flash_attn_kvpacked_func(
-    q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = UNBOUNDED, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False, **unknown: NoReturn,
-) -> FlashAttnResult:  # fmt: skip
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **unknown: NoReturn,
+) -> FlashAttnResult:
     """`flash_attn_func` of q (B, Sq, H, D) and kv (B, Sk, 2, Hk, D), whose gradient comes packed like it."""
     if unknown:
         refuse_unknown(flash_attn_kvpacked_func, unknown)
@@ -123,10 +146,17 @@ def flash_attn_kvpacked_func(
 
 @without_unknown
 def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = UNBOUNDED, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False, **unknown: NoReturn,
-) -> FlashAttnResult:  # fmt: skip
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **unknown: NoReturn,
+) -> FlashAttnResult:
     """`flash_attn_func` of qkv (B, S, 3, H, D), whose gradient comes packed like it."""
     if unknown:
         refuse_unknown(flash_attn_qkvpacked_func, unknown)
@@ -136,12 +166,24 @@ def flash_attn_qkvpacked_func(
 
 @without_unknown
 def flash_attn_varlen_func(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = UNBOUNDED, softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-    block_table: torch.Tensor | None = None, **unknown: NoReturn,
-) -> FlashAttnResult:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
+    **unknown: NoReturn,
+) -> FlashAttnResult:
     """`flash_attn_func` for sequences of different lengths packed one after another.
 
     Args:
@@ -172,11 +214,22 @@ def flash_attn_varlen_func(
 
 @without_unknown
 def flash_attn_varlen_kvpacked_func(
-    q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: Window = UNBOUNDED, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False, **unknown: NoReturn,
-) -> FlashAttnResult:  # fmt: skip
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **unknown: NoReturn,
+) -> FlashAttnResult:
     """`flash_attn_varlen_func` of q (Tq, H, D) and kv (Tk, 2, Hk, D), whose gradient comes packed like it."""
     if unknown:
         refuse_unknown(flash_attn_varlen_kvpacked_func, unknown)
@@ -187,11 +240,19 @@ def flash_attn_varlen_kvpacked_func(
 
 @without_unknown
 def flash_attn_varlen_qkvpacked_func(
-    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, dropout_p: float = 0.0,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = UNBOUNDED, softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
     **unknown: NoReturn,
-) -> FlashAttnResult:  # fmt: skip
+) -> FlashAttnResult:
     """`flash_attn_varlen_func` of qkv (T, 3, H, D), whose gradient comes packed like it."""
     if unknown:
         refuse_unknown(flash_attn_varlen_qkvpacked_func, unknown)
@@ -222,10 +283,12 @@ def _forward(
 
 
 def _backward(
-    dout: torch.Tensor, saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    gradients: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], lengths: Lengths | None,
+    dout: torch.Tensor,
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    gradients: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    lengths: Lengths | None,
     **arguments: Any,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Fill `gradients`, buffers of q, k and v or None; return delta. `saved`: q, k, v, out and the log-sum-exp."""
     q, k, v, out, softmax_lse = saved
     validation.check_booleans(causal=arguments["causal"], deterministic=arguments["deterministic"])
@@ -267,10 +330,18 @@ def _backward(
 
 
 def _flash_attn_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
-    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
     return_softmax: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (out, softmax_lse, S_dmask, rng_state) of one block, without autograd.
 
     S_dmask is empty unless `return_softmax` is set, which needs dropout_p > 0. rng_state (2,) int64 is meaningless if
@@ -283,13 +354,27 @@ def _flash_attn_forward(
 
 
 def _flash_attn_varlen_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool,
-    window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
-    alibi_slopes: torch.Tensor | None = None, return_softmax: bool = False, block_table: torch.Tensor | None = None,
-    leftpad_k: torch.Tensor | None = None, seqused_k: torch.Tensor | None = None, zero_tensors: bool = False,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    zero_tensors: bool = False,
     num_splits: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`_flash_attn_forward` for packed sequences. Rows of no sequence are zero with or without `zero_tensors`.
 
     Keys in pages are divided into `num_splits` chunks, which run in parallel; 0: chosen for the device. Other keys are
@@ -316,11 +401,25 @@ def _flash_attn_varlen_forward(
 
 
 def _flash_attn_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor,
-    dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor | None, dropout_p: float,
-    softmax_scale: float | None, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
-    alibi_slopes: torch.Tensor | None, deterministic: bool, rng_state: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Write the gradients of one block of keys into dq, dk, dv (last stride 1, any others).
 
     `out` and `softmax_lse` may be those of attention over more keys than k. Then the gradients are the terms of this
@@ -334,13 +433,30 @@ def _flash_attn_backward(
 
 
 def _flash_attn_varlen_backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, softmax_lse: torch.Tensor,
-    dq: torch.Tensor | None, dk: torch.Tensor | None, dv: torch.Tensor | None, cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
-    softmax_scale: float | None, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
-    alibi_slopes: torch.Tensor | None, deterministic: bool, rng_state: torch.Tensor | None = None,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
     zero_tensors: bool = False,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """`_flash_attn_backward` for packed sequences; softmax_lse and the result are (H, Tq)."""
     lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _backward(

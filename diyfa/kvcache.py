@@ -427,16 +427,32 @@ def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> A
 
 @without_unknown
 def flash_attn_with_kvcache(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = UNBOUNDED,
-    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: torch.Tensor | None = None,
-    num_splits: int = 0, return_softmax_lse: bool = False,
-    *, sinks: torch.Tensor | None = None, k_descale: Descale = None, v_descale: Descale = None,
-    out: torch.Tensor | None = None, **unknown: NoReturn,
-) -> KVCacheResult:  # fmt: skip
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
+    out: torch.Tensor | None = None,
+    **unknown: NoReturn,
+) -> KVCacheResult:
     """Attend new queries to a cache, to which new keys and values are appended first, in place.
 
     A sequence has n keys: `cache_seqlens` and the new ones. Its last query stands at its last key: query i sees keys

@@ -266,9 +266,12 @@ class KVCachePlan:
     )  # fmt: skip
 
     def __init__(
-        self, tensors: KVCacheTensors, options: KVCacheOptions, new: NewKeys | None = None,
+        self,
+        tensors: KVCacheTensors,
+        options: KVCacheOptions,
+        new: NewKeys | None = None,
         out: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Choose the kernels. Raises ValueError if none attends or appends, before anything is written."""
         backend = registry.resolve_backend(tensors.q.device, options.backend)
         rotated = None if new is None else new.rotated_q

@@ -279,10 +279,16 @@ def _from_jit_function(function: Any, tensors: Any, device: torch.device) -> Mas
 
 
 def block_mask(
-    mask_fn: MaskFunction, B: int | None, H: int | None, Sq: int, Sk: int,
-    *, block_size: int | tuple[int, int] = 128, device: torch.device | str | None = None,
+    mask_fn: MaskFunction,
+    B: int | None,
+    H: int | None,
+    Sq: int,
+    Sk: int,
+    *,
+    block_size: int | tuple[int, int] = 128,
+    device: torch.device | str | None = None,
     mask_tensors: Sequence[torch.Tensor] = (),
-) -> BlockMask:  # fmt: skip
+) -> BlockMask:
     """Return the `BlockMask` of a mask function, for scores (B, H, Sq, Sk).
 
     Args:

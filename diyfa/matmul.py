@@ -33,12 +33,24 @@ def _warn_about_half() -> None:
 
 @without_unknown
 def triton_matmul(
-    a: torch.Tensor, b: torch.Tensor, block_m: int | None = None, block_n: int | None = None,
-    block_k: int | None = None, use_autotune: bool = True,
-    *, precision: str | None = None, out_dtype: torch.dtype | None = None, bias: torch.Tensor | None = None,
-    activation: str | None = None, a_descale: torch.Tensor | None = None, b_descale: torch.Tensor | None = None,
-    out: torch.Tensor | None = None, variant: str = "auto", backend: str | None = None, **unknown: NoReturn,
-) -> torch.Tensor:  # fmt: skip
+    a: torch.Tensor,
+    b: torch.Tensor,
+    block_m: int | None = None,
+    block_n: int | None = None,
+    block_k: int | None = None,
+    use_autotune: bool = True,
+    *,
+    precision: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    a_descale: torch.Tensor | None = None,
+    b_descale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    variant: str = "auto",
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> torch.Tensor:
     """Return activation((a @ b) * a_descale * b_descale + bias), accumulated in float32 and rounded once.
 
     The kernel adds the bias and applies the activation before it writes the result. Gradients of a, b and bias are

@@ -97,10 +97,18 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, int8:
 
 
 def quantize(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, per: str = "tensor", dtype: str = "float8", smooth: bool = False,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    per: str = "tensor",
+    dtype: str = "float8",
+    smooth: bool = False,
     rotate: bool = False,
-    *, straight_through: bool = False, layout: str = "bhsd", backend: str | None = None,
-) -> tuple[Quantized, Quantized, Quantized]:  # fmt: skip
+    *,
+    straight_through: bool = False,
+    layout: str = "bhsd",
+    backend: str | None = None,
+) -> tuple[Quantized, Quantized, Quantized]:
     """Return q, k and v in few bits, for `diyfa.flash_attention(*diyfa.quantize(q, k, v))`.
 
     Args:

@@ -31,9 +31,13 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def visible_keys(
-    batch: int, seqlen_q: int, seqlen_k: int, window: tuple[int, int] = (-1, -1), seq_lens: torch.Tensor | None = None,
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    window: tuple[int, int] = (-1, -1),
+    seq_lens: torch.Tensor | None = None,
     device: torch.device | str = "cpu",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the mask of the keys that each query sees.
 
     Sample b has sk = seq_lens[b] keys (default Sk) and sq = min(sk, Sq) queries. Its query i has position i + sk - sq
@@ -129,9 +133,13 @@ def score_positions(distance: torch.Tensor, heads: int) -> tuple[torch.Tensor, .
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Lengths,
+    options: AttentionOptions,
     keep: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse of q (B, H, Sq, D), k (B, Hk, Sk, D), v (B, Hk, Sk, Dv). `keep`: dropout's mask."""
     dtype, sinks = q.dtype, options.sinks
     stat_dtype = torch.promote_types(dtype, torch.float32)  # dtype of the softmax statistics
@@ -215,17 +223,37 @@ def _attend_sequences(
 
 @without_unknown
 def reference_attention(
-    q: Input, k: Input, v: Input, causal: bool = False, sm_scale: float | None = None,
+    q: Input,
+    k: Input,
+    v: Input,
+    causal: bool = False,
+    sm_scale: float | None = None,
     seq_lens: torch.Tensor | None = None,
-    *, window: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
-    attn_bias: torch.Tensor | None = None, mask: BlockMask | None = None, score_fn: Any = None,
-    score_tensors: Sequence[torch.Tensor] = (), score_grad_fn: Any = None, sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0, rng_state: torch.Tensor | None = None, cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None, layout: str = "bhsd", return_lse: bool = False,
-    dtype: torch.dtype | None = None, q_descale: torch.Tensor | None = None, k_descale: torch.Tensor | None = None,
-    v_descale: torch.Tensor | None = None, k_mean: torch.Tensor | None = None, v_mean: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None, **unknown: NoReturn,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    *,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    mask: BlockMask | None = None,
+    score_fn: Any = None,
+    score_tensors: Sequence[torch.Tensor] = (),
+    score_grad_fn: Any = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    layout: str = "bhsd",
+    return_lse: bool = False,
+    dtype: torch.dtype | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    k_mean: torch.Tensor | None = None,
+    v_mean: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    **unknown: NoReturn,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(q kᵀ · sm_scale) v by forming the whole score matrix.
 
     Args:
@@ -264,10 +292,19 @@ def reference_attention(
 
 
 def attention_by(
-    attend: Attend, q: Any, k: Any, v: Any,
-    *, layout: str = "bhsd", causal: bool = False, window: tuple[int, int] = UNBOUNDED, sm_scale: float | None = None,
-    dtype: torch.dtype | None = None, out_dtype: torch.dtype | None = None, **fields: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    attend: Attend,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    layout: str = "bhsd",
+    causal: bool = False,
+    window: tuple[int, int] = UNBOUNDED,
+    sm_scale: float | None = None,
+    dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    **fields: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `attend` on (B, H, S, D) views of q, k, v of any layout, or on each packed sequence. Return out and lse.
 
     Arguments and errors are those of `reference_attention`; `fields` holds the arguments that are not listed here.
@@ -432,17 +469,34 @@ def _expanded_descale(x: torch.Tensor | float | None, batch: int, k_cache: torch
 
 @without_unknown
 def reference_kvcache(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
-    cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = UNBOUNDED,
-    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: torch.Tensor | None = None,
-    num_splits: int = 0, return_softmax_lse: bool = False,
-    *, sinks: torch.Tensor | None = None, k_descale: torch.Tensor | float | None = None,
-    v_descale: torch.Tensor | float | None = None, cu_seqlens_q: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None, attend: Callable[..., Any] | None = None, **unknown: NoReturn,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    sinks: torch.Tensor | None = None,
+    k_descale: torch.Tensor | float | None = None,
+    v_descale: torch.Tensor | float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    attend: Callable[..., Any] | None = None,
+    **unknown: NoReturn,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Compute `diyfa.flash_attn_with_kvcache`: gather the keys of each sequence and call `reference_attention`.
 
     The caches do not change: new keys are appended to copies. Arguments are those of the function, and
@@ -502,9 +556,15 @@ _ACTIVATIONS: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def reference_matmul(
-    a: torch.Tensor, b: torch.Tensor, a_descale: torch.Tensor | None = None, b_descale: torch.Tensor | None = None,
-    *, bias: torch.Tensor | None = None, activation: str | None = None, out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:  # fmt: skip
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_descale: torch.Tensor | None = None,
+    b_descale: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Return activation((a @ b) * a_descale * b_descale + bias): the oracle of `triton_matmul`.
 
     It is computed in float32, or in float64 if a is.

@@ -773,9 +773,12 @@ def _run_lines(
 
 
 def apply_score_function(
-    source: str, scores: torch.Tensor, positions: Sequence[torch.Tensor], visible: torch.Tensor,
+    source: str,
+    scores: torch.Tensor,
+    positions: Sequence[torch.Tensor],
+    visible: torch.Tensor,
     tensors: Sequence[torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return new scores (B, H, Sq, Sk), -inf where a query does not see a key. It runs the function for visible pairs.
 
     `positions`: integer tensors b, h, i and j that broadcast to the scores. The result is differentiable by autograd,
@@ -799,9 +802,13 @@ def apply_score_function(
 
 
 def score_function_gradients(
-    source: str, scores: torch.Tensor, ds: torch.Tensor, positions: Sequence[torch.Tensor],
-    tensors: Sequence[torch.Tensor], learned: tuple[bool, ...],
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:  # fmt: skip
+    source: str,
+    scores: torch.Tensor,
+    ds: torch.Tensor,
+    positions: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    learned: tuple[bool, ...],
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Return the gradients of the scores and of the `learned` captured tensors from `ds`, that of the new scores.
 
     Derived as kernels do it, without autograd. Pairs whose ds is 0 may have any slope.

@@ -85,10 +85,17 @@ def select_by_operators(q: torch.Tensor, k: torch.Tensor, how: Selection) -> tup
 
 
 def select_blocks(
-    q: torch.Tensor, k: torch.Tensor,
-    *, topk: int, block_size: int | tuple[int, int] = 128, causal: bool = False, sinks: int = 0, local: int = 1,
-    by_group: bool = False, layout: str = "bhsd",
-) -> BlockMask:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    *,
+    topk: int,
+    block_size: int | tuple[int, int] = 128,
+    causal: bool = False,
+    sinks: int = 0,
+    local: int = 1,
+    by_group: bool = False,
+    layout: str = "bhsd",
+) -> BlockMask:
     """Return a `BlockMask` in which each block of queries sees the key blocks whose mean fits its own best.
 
     Args:

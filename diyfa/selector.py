@@ -67,9 +67,16 @@ class BackendSelector:
         return self._backend.name
 
     def _attention(
-        self, batch: int, heads: int, seq_len: int, head_dim: int, causal: bool, dtype: torch.dtype,
-        heads_kv: int | None, needs_grad: bool,
-    ) -> tuple[Kernel, AttentionProblem]:  # fmt: skip
+        self,
+        batch: int,
+        heads: int,
+        seq_len: int,
+        head_dim: int,
+        causal: bool,
+        dtype: torch.dtype,
+        heads_kv: int | None,
+        needs_grad: bool,
+    ) -> tuple[Kernel, AttentionProblem]:
         heads_kv = heads if heads_kv is None else heads_kv
         check_named_sizes(batch=batch, heads=heads, heads_kv=heads_kv, seq_len=seq_len, head_dim=head_dim)
         check_booleans(causal=causal, needs_grad=needs_grad)
@@ -95,9 +102,16 @@ class BackendSelector:
         return registry.choose("matmul", problem, self._backend), problem
 
     def select_attention(
-        self, batch: int, heads: int, seq_len: int, head_dim: int, causal: bool = False,
-        dtype: torch.dtype = torch.float16, heads_kv: int | None = None, needs_grad: bool = False,
-    ) -> Callable[..., Any]:  # fmt: skip
+        self,
+        batch: int,
+        heads: int,
+        seq_len: int,
+        head_dim: int,
+        causal: bool = False,
+        dtype: torch.dtype = torch.float16,
+        heads_kv: int | None = None,
+        needs_grad: bool = False,
+    ) -> Callable[..., Any]:
         """Return `flash_attention` bound to the kernel for these sizes. Call it with (B, H, S, D) q, k, v.
 
         The choice depends on the mask, so `causal` becomes the function's default. Raises ValueError for impossible
@@ -123,9 +137,14 @@ class AdaptiveKernelSelector(BackendSelector):
         return {"kernel": kernel.name, **_as_dict(kernel, problem)}
 
     def get_attention_config(
-        self, batch: int = 1, heads: int = 32, seq_len: int = 4096, head_dim: int = 128, causal: bool = True,
+        self,
+        batch: int = 1,
+        heads: int = 32,
+        seq_len: int = 4096,
+        head_dim: int = 128,
+        causal: bool = True,
         dtype: torch.dtype = torch.float16,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """Return the kernel's name and its tile without tuning: {"kernel": …, "block_m": …, …}."""
         kernel, problem = self._attention(batch, heads, seq_len, head_dim, causal, dtype, None, False)
         return {"kernel": kernel.name, **_as_dict(kernel, problem)}

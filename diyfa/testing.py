@@ -257,9 +257,11 @@ def _random_mask(case: AttentionCase) -> BlockMask:
 
 
 def _options(
-    case: AttentionCase, random: Callable[..., torch.Tensor], generator: torch.Generator,
+    case: AttentionCase,
+    random: Callable[..., torch.Tensor],
+    generator: torch.Generator,
     to_device: Callable[..., torch.Tensor],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the keyword arguments of the case's call. Random numbers are drawn in the order of the code."""
     batch, heads, _, seqlen_q, seqlen_k, _, _ = case.sizes
     options: dict[str, Any] = {"causal": case.causal, "sm_scale": case.sm_scale}
@@ -608,9 +610,16 @@ def _float64(device: torch.device | str, *tensors: torch.Tensor) -> list[torch.T
 
 
 def validate_matmul(
-    triton_fn: Callable[..., torch.Tensor], m: int, n: int, k: int, rtol: float = 1e-3, atol: float = 1e-3,
-    dtype: torch.dtype = torch.float16, device: torch.device | str | None = None, verbose: bool = False,
-) -> tuple[bool, float]:  # fmt: skip
+    triton_fn: Callable[..., torch.Tensor],
+    m: int,
+    n: int,
+    k: int,
+    rtol: float = 1e-3,
+    atol: float = 1e-3,
+    dtype: torch.dtype = torch.float16,
+    device: torch.device | str | None = None,
+    verbose: bool = False,
+) -> tuple[bool, float]:
     """Compare `triton_fn(a, b)` on random (m, k) and (k, n) matrices with PyTorch's product in float64.
 
     Tolerances are at least one rounding unit of the result's dtype. The default `device` is this machine's accelerator,
@@ -633,10 +642,18 @@ def validate_matmul(
 
 
 def validate_attention(
-    flash_fn: Callable[..., torch.Tensor], batch: int, heads: int, seq_len: int, head_dim: int, causal: bool = False,
-    rtol: float = 1e-3, atol: float = 1e-3, dtype: torch.dtype = torch.float16,
-    device: torch.device | str | None = None, verbose: bool = False,
-) -> tuple[bool, float]:  # fmt: skip
+    flash_fn: Callable[..., torch.Tensor],
+    batch: int,
+    heads: int,
+    seq_len: int,
+    head_dim: int,
+    causal: bool = False,
+    rtol: float = 1e-3,
+    atol: float = 1e-3,
+    dtype: torch.dtype = torch.float16,
+    device: torch.device | str | None = None,
+    verbose: bool = False,
+) -> tuple[bool, float]:
     """Compare `flash_fn(q, k, v, causal=causal)` on random (B, H, S, D) tensors with PyTorch's attention in float64.
 
     Tolerances, device, result and errors are as for `validate_matmul`.

@@ -221,9 +221,13 @@ class Tuner:
         return True
 
     def best(
-        self, kernel: str, bucket: Hashable, candidates: Sequence[Config], run: Callable[[Config], None],
+        self,
+        kernel: str,
+        bucket: Hashable,
+        candidates: Sequence[Config],
+        run: Callable[[Config], None],
         default: Config,
-    ) -> Config:  # fmt: skip
+    ) -> Config:
         """Return the fastest of `candidates` and `default` for a bucket of problems.
 
         Args:
@@ -354,9 +358,14 @@ class Tuner:
         return next((c for c in candidates if asdict(c) == row["config"]), None)  # type: ignore[call-overload]
 
     def _measure(
-        self, file: TuneFile | None, kernel: str, bucket: Hashable, candidates: Sequence[Config],
-        run: Callable[[Config], None], default: Config,
-    ) -> Config:  # fmt: skip
+        self,
+        file: TuneFile | None,
+        kernel: str,
+        bucket: Hashable,
+        candidates: Sequence[Config],
+        run: Callable[[Config], None],
+        default: Config,
+    ) -> Config:
         plain: list[dict[str, Any]] = [asdict(config) for config in candidates]  # type: ignore[call-overload]
         rounds: dict[int, list[float]] = {i: [] for i, config in enumerate(plain) if config not in self._without}
         for _ in range(self._rounds):

@@ -44,8 +44,12 @@ class _Call(NamedTuple):
 
 
 def _scores_log2(
-    q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, captured: Sequence[torch.Tensor], call: _Call,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    bias: torch.Tensor | None,
+    captured: Sequence[torch.Tensor],
+    call: _Call,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return (the scores in units of log2, -inf where unseen; the tanh of the softcap for its gradient, or None; the
     scores that the score function got, or None)."""
     s, tanh = q @ k.mT, None

@@ -30,9 +30,12 @@ def shown(value: Any) -> str:
 
 
 def table(
-    title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str | None] = (),
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    styles: Sequence[str | None] = (),
     **options: Any,
-) -> Table:  # fmt: skip
+) -> Table:
     """Return a rich table of cells with markup, with one entry of `styles` for each row.
 
     Columns of figures are aligned to the right. Only long text is broken, between words, and headings that are longer

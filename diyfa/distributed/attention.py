@@ -77,9 +77,12 @@ def _cheapest(
 
 
 def _chosen(
-    method: str, groups: tuple[dist.ProcessGroup, ...], qkv: tuple[torch.Tensor, ...], sharding: Sharding,
+    method: str,
+    groups: tuple[dist.ProcessGroup, ...],
+    qkv: tuple[torch.Tensor, ...],
+    sharding: Sharding,
     options: AttentionOptions,
-) -> str:  # fmt: skip
+) -> str:
     """Return the method that runs.
 
     Raises:
@@ -101,13 +104,29 @@ def _chosen(
 
 @without_unknown
 def context_parallel_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group = None,
-    *, causal: bool = False, sm_scale: float | None = None, method: str = "auto", load_balance: str = "zigzag",
-    layout: str = "bhsd", cu_seqlens: torch.Tensor | None = None, window: tuple[int, int] = UNBOUNDED,
-    softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
-    dropout_p: float = 0.0, rng_state: torch.Tensor | None = None, deterministic: bool = False,
-    return_lse: bool = False, variant: str = "auto", backend: str | None = None, **unknown: NoReturn,
-) -> Result:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group = None,
+    *,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    method: str = "auto",
+    load_balance: str = "zigzag",
+    layout: str = "bhsd",
+    cu_seqlens: torch.Tensor | None = None,
+    window: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    variant: str = "auto",
+    backend: str | None = None,
+    **unknown: NoReturn,
+) -> Result:
     """`flash_attention` over a sequence that the ranks of `group` share: each has its rows (`shard_sequence`).
 
     All ranks must call it with arguments that differ in the values of tensors alone; the first call of each kind
@@ -311,9 +330,12 @@ def plan_of(call: _Call, groups: tuple[dist.ProcessGroup, ...]) -> _Plan:
 
 
 def _ring(
-    group: dist.ProcessGroup, segments: tuple[Segments, ...], offsets: Offsets, options: AttentionOptions,
+    group: dist.ProcessGroup,
+    segments: tuple[Segments, ...],
+    offsets: Offsets,
+    options: AttentionOptions,
     mask_origin: tuple[int, int],
-) -> Ring:  # fmt: skip
+) -> Ring:
     """Return the ring of one call. Raises ValueError for options that need method "ulysses"."""
     if options.alibi_slopes is not None:
         raise ValueError("alibi_slopes need method='ulysses': in a ring a key's distance is not known to the kernels")

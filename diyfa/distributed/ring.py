@@ -162,9 +162,13 @@ def _with_common_key(ring: Ring, lse: torch.Tensor, q: torch.Tensor, common: tor
 
 
 def forward_step(
-    ring: Ring, step: Step, q: torch.Tensor, current_kv: Sequence[torch.Tensor], sinks: torch.Tensor | None,
+    ring: Ring,
+    step: Step,
+    q: torch.Tensor,
+    current_kv: Sequence[torch.Tensor],
+    sinks: torch.Tensor | None,
     merged: Merged,
-) -> None:  # fmt: skip
+) -> None:
     """Attend to the K/V shard `current_kv` and merge the result into `merged`."""
     dim = row_dim(ring.options.layout)
     for call in step.calls:

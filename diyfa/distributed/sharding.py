@@ -183,9 +183,13 @@ def _local_segments(rows: int, group: Group, load_balance: str, cu_seqlens: torc
 
 
 def shard_sequence(
-    x: torch.Tensor, group: Group = None, dim: int = 0,
-    *, load_balance: str = "zigzag", cu_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    group: Group = None,
+    dim: int = 0,
+    *,
+    load_balance: str = "zigzag",
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return this rank's rows of a tensor that every rank has in full. Differentiable.
 
     Args:
@@ -206,9 +210,13 @@ def shard_sequence(
 
 
 def unshard_sequence(
-    x: torch.Tensor, group: Group = None, dim: int = 0,
-    *, load_balance: str = "zigzag", cu_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    group: Group = None,
+    dim: int = 0,
+    *,
+    load_balance: str = "zigzag",
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return the full tensor, on every rank, from each rank's rows; the inverse of `shard_sequence`.
 
     All ranks must call it. It is no part of the autograd graph.
@@ -228,9 +236,13 @@ def unshard_sequence(
 
 
 def shard_positions(
-    rows: int, group: Group = None,
-    *, load_balance: str = "zigzag", cu_seqlens: torch.Tensor | None = None, device: torch.device | str | None = None,
-) -> torch.Tensor:  # fmt: skip
+    rows: int,
+    group: Group = None,
+    *,
+    load_balance: str = "zigzag",
+    cu_seqlens: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
     """Return the position in its sequence of each of this rank's rows, (rows / ranks,) int64: for rotary embedding.
 
     `rows` is the number of rows of all ranks. Rows before the first and after the last packed sequence count from 0

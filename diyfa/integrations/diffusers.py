@@ -30,10 +30,17 @@ def _with_features_side_by_side(*tensors: torch.Tensor) -> tuple[torch.Tensor, .
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    return_lse: bool = False, _parallel_config: object = None,
-) -> torch.Tensor:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: object = None,
+) -> torch.Tensor:
     """Return the attention of (B, S, H, D) tensors, (B, S, H, D), with the arguments of diffusers' dispatcher.
 
     A mask of two dimensions is (B, keys).

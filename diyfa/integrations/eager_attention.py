@@ -30,9 +30,15 @@ def attend(
 
 
 def attend_in_eight_bits(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dtype: str,
-    *, straight_through: bool = False, **options: Any,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dtype: str,
+    *,
+    straight_through: bool = False,
+    **options: Any,
+) -> torch.Tensor:
     """`attend` of (B, S, H, D) tensors that are quantised to `dtype` first. The output has q's dtype, or autocast's."""
     q, k, v = autocast(q, k, v)
     parts = quantize(q, k, v, "block", dtype, smooth=True, layout="bshd", straight_through=straight_through)

@@ -47,11 +47,24 @@ def _attend(owners: dict[str, Tensor], return_attn_probs: bool, **arguments: Any
 
 
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
-    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
-    window_size: Window = UNBOUNDED, attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
-    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = UNBOUNDED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
     """`diyfa.flash_attn_func` of (B, S, H, D) tensors: return out, or (out, softmax_lse (B, H, S)).
 
     Inputs may be float8, without a gradient: q stands for q · q_descale, k and v likewise. A descale is float32,
@@ -68,11 +81,20 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False, q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None, v_descale: Tensor | None = None, window_size: Window = UNBOUNDED,
-    attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None,
-    sm_margin: int = 0, return_attn_probs: bool = False,
-) -> Any:  # fmt: skip
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = UNBOUNDED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
     """`flash_attn_func` of qkv (B, S, 3, H, D), or, with num_heads_q, (B, S, num_heads_q + 2 · Hk, D)."""
     _refuse(attention_chunk)
     options: dict[str, Any] = {
@@ -92,13 +114,30 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, softmax_scale: float | None = None,
-    causal: bool = False, qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None, window_size: Window = UNBOUNDED, attention_chunk: int = 0, softcap: float = 0.0,
-    num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: Window = UNBOUNDED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """`diyfa.flash_attention_varlen` of packed (T, H, D) tensors: return out, or (out, softmax_lse (H, T)).
 
     float8 and descales are as for `flash_attn_func`.
@@ -153,16 +192,37 @@ def _dequantised_queries(q: Tensor, q_descale: Tensor | None, heads_kv: int) -> 
 
 
 def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
-    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | None = None, rotary_seqlens: Tensor | None = None,
-    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = UNBOUNDED, attention_chunk: int = 0,
-    softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None,
-    num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
     """`diyfa.flash_attn_with_kvcache`. With cu_seqlens_q the queries are packed (T, H, D), over pages or whole rows.
 
     Queries of float8, times q_descale, are computed in bfloat16. k_descale and v_descale belong to a float8 cache.

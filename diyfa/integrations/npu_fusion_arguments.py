@@ -30,12 +30,23 @@ def compressed_mask(device: torch.device) -> torch.Tensor:
 
 
 def fusion_attention_arguments(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, sm_scale: float | None = None,
-    *, layout: str = "bhsd", window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    seq_lens: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-    attn_bias: torch.Tensor | None = None, sinks: torch.Tensor | None = None, dropout_p: float = 0.0,
-    cu_seqlens_q: list[int] | None = None, cu_seqlens_k: list[int] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    sm_scale: float | None = None,
+    *,
+    layout: str = "bhsd",
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    seq_lens: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    attn_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: list[int] | None = None,
+    cu_seqlens_k: list[int] | None = None,
+) -> dict[str, Any]:
     """Return the keyword arguments with which `npu_fusion_attention` computes diyfa's result.
 
     Args:

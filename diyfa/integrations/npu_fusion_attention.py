@@ -49,15 +49,33 @@ class FusionAttentionResult(NamedTuple):
 
 
 def npu_fusion_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_num: int, input_layout: str,
-    pse: torch.Tensor | None = None, padding_mask: torch.Tensor | None = None, atten_mask: torch.Tensor | None = None,
-    scale: float = 1.0, keep_prob: float = 1.0, pre_tockens: int = UNBOUNDED_TOKENS,
-    next_tockens: int = UNBOUNDED_TOKENS, inner_precise: int = 0, prefix: Sequence[int] | None = None,
-    actual_seq_qlen: Sequence[int] | None = None, actual_seq_kvlen: Sequence[int] | None = None, sparse_mode: int = 0,
-    gen_mask_parallel: bool = True, sync: bool = False, softmax_layout: str = "", sink: torch.Tensor | None = None,
-    dropout_mask: torch.Tensor | None = None, seed: int = 0, offset: int = 0,
-    *, backend: str | None = None,
-) -> FusionAttentionResult:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    head_num: int,
+    input_layout: str,
+    pse: torch.Tensor | None = None,
+    padding_mask: torch.Tensor | None = None,
+    atten_mask: torch.Tensor | None = None,
+    scale: float = 1.0,
+    keep_prob: float = 1.0,
+    pre_tockens: int = UNBOUNDED_TOKENS,
+    next_tockens: int = UNBOUNDED_TOKENS,
+    inner_precise: int = 0,
+    prefix: Sequence[int] | None = None,
+    actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int] | None = None,
+    sparse_mode: int = 0,
+    gen_mask_parallel: bool = True,
+    sync: bool = False,
+    softmax_layout: str = "",
+    sink: torch.Tensor | None = None,
+    dropout_mask: torch.Tensor | None = None,
+    seed: int = 0,
+    offset: int = 0,
+    *,
+    backend: str | None = None,
+) -> FusionAttentionResult:
     """Return Dropout(softmax(mask(scale · (q kᵀ + pse)))) v and the statistics, like `torch_npu.npu_fusion_attention`.
 
     Args:
@@ -98,17 +116,38 @@ def npu_fusion_attention(
 
 
 def npu_fusion_attention_v2(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, head_num: int, input_layout: str,
-    *, pse: torch.Tensor | None = None, padding_mask: torch.Tensor | None = None,
-    atten_mask: torch.Tensor | None = None, query_rope: torch.Tensor | None = None,
-    key_rope: torch.Tensor | None = None, scale: float = 1.0, keep_prob: float = 1.0,
-    pre_tokens: int = UNBOUNDED_TOKENS, next_tokens: int = UNBOUNDED_TOKENS, inner_precise: int = 0,
-    prefix: Sequence[int] | None = None, actual_seq_qlen: Sequence[int] | None = None,
-    actual_seq_kvlen: Sequence[int] | None = None, sparse_mode: int = 0, gen_mask_parallel: bool = True,
-    sync: bool = False, pse_type: int = 1, q_start_idx: Sequence[int] | None = None,
-    kv_start_idx: Sequence[int] | None = None, softmax_layout: str = "", sink: torch.Tensor | None = None,
-    dropout_mask: torch.Tensor | None = None, seed: int = 0, offset: int = 0, backend: str | None = None,
-) -> FusionAttentionResult:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    head_num: int,
+    input_layout: str,
+    *,
+    pse: torch.Tensor | None = None,
+    padding_mask: torch.Tensor | None = None,
+    atten_mask: torch.Tensor | None = None,
+    query_rope: torch.Tensor | None = None,
+    key_rope: torch.Tensor | None = None,
+    scale: float = 1.0,
+    keep_prob: float = 1.0,
+    pre_tokens: int = UNBOUNDED_TOKENS,
+    next_tokens: int = UNBOUNDED_TOKENS,
+    inner_precise: int = 0,
+    prefix: Sequence[int] | None = None,
+    actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int] | None = None,
+    sparse_mode: int = 0,
+    gen_mask_parallel: bool = True,
+    sync: bool = False,
+    pse_type: int = 1,
+    q_start_idx: Sequence[int] | None = None,
+    kv_start_idx: Sequence[int] | None = None,
+    softmax_layout: str = "",
+    sink: torch.Tensor | None = None,
+    dropout_mask: torch.Tensor | None = None,
+    seed: int = 0,
+    offset: int = 0,
+    backend: str | None = None,
+) -> FusionAttentionResult:
     """`torch_npu.npu_fusion_attention_v2`: `npu_fusion_attention` with further arguments.
 
     Args:

@@ -51,12 +51,25 @@ def _auxiliary(q: torch.Tensor, rng_state: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _flash_attention_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool,
-    *, scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
-    seqused_k: torch.Tensor | None = None, alibi_slopes: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None, num_splits: int | None = None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Return output, lse (B, H, S) or (H, T), rng_state, unused and mask, of (B, S, H, D) tensors.
 
     With cum_seq_q the tensors are packed (T, H, D).
@@ -95,11 +108,25 @@ def _flash_attention_forward_no_dropout_inplace(
 
 
 def _flash_attention_backward(
-    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    logsumexp: torch.Tensor, cum_seq_q: torch.Tensor | None, cum_seq_k: torch.Tensor | None, max_q: int, max_k: int,
-    dropout_p: float, is_causal: bool, rng_state: torch.Tensor, unused: torch.Tensor,
-    *, scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: torch.Tensor,
+    unused: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dq, dk and dv of `_flash_attention_forward`."""
     record(SEAM, "_flash_attention_backward: diyfa")
     left, right = _bounds(window_size_left, window_size_right)
@@ -115,10 +142,15 @@ def _flash_attention_backward(
 
 
 def _scaled_dot_product_flash_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
     return_debug_mask: bool = False,
-    *, scale: float | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
     """Return output, lse (B, H, S), None, None, max_q, max_k, rng_state, unused and mask, of (B, H, S, D) tensors."""
     record(SEAM, "_scaled_dot_product_flash_attention: diyfa")
     _refuse(return_debug_mask)
@@ -130,11 +162,23 @@ def _scaled_dot_product_flash_attention(
 
 
 def _scaled_dot_product_flash_attention_backward(
-    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    logsumexp: torch.Tensor, cum_seq_q: torch.Tensor | None, cum_seq_k: torch.Tensor | None, max_q: int, max_k: int,
-    dropout_p: float, is_causal: bool, philox_seed: torch.Tensor, philox_offset: torch.Tensor,
-    *, scale: float | None = None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Return dq, dk and dv of `_scaled_dot_product_flash_attention`. philox_seed is its rng_state."""
     record(SEAM, "_scaled_dot_product_flash_attention_backward: diyfa")
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
@@ -186,10 +230,16 @@ def scaled_dot_product_attention(original: Callable[..., torch.Tensor]) -> Calla
     """Return PyTorch's function, computed by diyfa, or by `original` for calls that diyfa does not take."""
 
     def attention(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0, is_causal: bool = False,
-        *, scale: float | None = None, enable_gqa: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
         reason = _why_left_to_pytorch(query, key, value, enable_gqa)
         if reason:
             record(SEAM, f"scaled_dot_product_attention: PyTorch ({reason})")

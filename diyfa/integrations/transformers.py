@@ -78,9 +78,15 @@ def _attends_by_itself(config_class: type) -> bool:
 
 
 def make_attention_mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, mask_function: Any = None,
-    attention_mask: torch.Tensor | None = None, **kwargs: Any,
-) -> torch.Tensor | None:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
     """Return the mask of one kind of layer, as in the module's table. The arguments are Transformers'.
 
     1. A packed mask becomes the number of each row's sequence.
@@ -248,9 +254,13 @@ def _quantised_packed(rows: tuple[torch.Tensor, ...], sequences: int, dtype: str
 
 
 def _attend_packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[Any, ...], options: dict[str, Any],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: tuple[Any, ...],
+    options: dict[str, Any],
     eight_bits: str = "",
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return the attention of (B, S, H, D) tensors as one packed batch of B · S rows, with `_packed_lengths`."""
     cu_q, cu_k, max_q, max_k = lengths
     batch = q.shape[:2]
@@ -329,9 +339,16 @@ def _eight_bits(query: torch.Tensor, key: torch.Tensor) -> str:
 
 
 def attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **extras: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **extras: Any,
+) -> tuple[torch.Tensor, None]:
     """Return the attention (B, S, H, D) of (B, H, S, D) tensors, with the arguments of Transformers.
 
     The call goes the first of these ways that fits: packed sequences, also of a padded batch; one new token over a
@@ -392,9 +409,14 @@ def attention(
 
 
 def paged_attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
-    cache: Any = None, **arguments: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Any = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
     """Return the attention (T, H, D) of all requests' tokens (1, H, T, D) over a paged cache: continuous batching."""
     _check(module, None, None, arguments)
     handle = active_handle(SEAM)

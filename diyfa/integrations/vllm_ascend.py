@@ -19,12 +19,21 @@ UNBOUNDED = (-1, -1)
 
 
 def attention_arguments(
-    metadata: Any, query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None,
+    metadata: Any,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
     kv_cache: torch.Tensor | Sequence[torch.Tensor] | None,
-    *, scale: float, sliding_window: int | None = None, logits_soft_cap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None, sinks: torch.Tensor | None = None, kv_cache_dtype: str = "auto",
-    attn_type: str = "decoder", max_seqlen_k: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_cache_dtype: str = "auto",
+    attn_type: str = "decoder",
+    max_seqlen_k: int | None = None,
+) -> dict[str, Any]:
     """Return the arguments with which `diyfa.flash_attention_varlen` computes what `AscendAttentionBackendImpl` does.
 
     The step's keys must be in the cache already, as `reshape_and_cache` writes them. Rows of `query` from

@@ -52,9 +52,12 @@ def _check_tables(cos: Tensor, sin: Tensor, x: Tensor) -> None:
 
 
 def _rows(
-    tables: tuple[Tensor, ...], x: Tensor, seqlen_offsets: Offsets, cu_seqlens: Tensor | None = None,
+    tables: tuple[Tensor, ...],
+    x: Tensor,
+    seqlen_offsets: Offsets,
+    cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Return each table's rows for all tokens: (S, 1, R/2), (B, S, 1, R/2), or packed (T, 1, R/2), float32 or wider.
 
     `tables` alternate cos, sin. A token without a row (beyond the table, or of no packed sequence) is not rotated.
@@ -98,9 +101,16 @@ def _rows(
 
 
 def apply_rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, seqlen_offsets: Offsets = 0, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, interleaved: bool = False, inplace: bool = False, conjugate: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: Offsets = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
     """`apply_rotary_emb` with `flash_attn.ops.triton.rotary`'s order of arguments. `conjugate` negates the angles."""
     check_tensors(x=x)
     rank = 4 if cu_seqlens is None else 3
@@ -118,9 +128,15 @@ def apply_rotary(
 
 
 def apply_rotary_emb(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False, seqlen_offsets: Offsets = 0,
-    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: Offsets = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
     """Rotate the first rotary_dim features of every token by its position.
 
     Args:
@@ -153,9 +169,15 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
 
 def apply_rotary_emb_qkv_(
-    qkv: Tensor, cos: Tensor, sin: Tensor, cos_k: Tensor | None = None, sin_k: Tensor | None = None,
-    interleaved: bool = False, seqlen_offsets: Offsets = 0, num_heads_q: int | None = None,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: Offsets = 0,
+    num_heads_q: int | None = None,
+) -> Tensor:
     """Rotate q and k of a packed projection in place and return it.
 
     Args:
@@ -222,9 +244,13 @@ class RotaryEmbedding(torch.nn.Module):
     scale: Tensor | None
 
     def __init__(
-        self, dim: int, base: float = 10000.0, interleaved: bool = False, scale_base: float | None = None,
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
         device: torch.device | str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.dim = dim
         self.base = float(base)
@@ -274,9 +300,13 @@ class RotaryEmbedding(torch.nn.Module):
         self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
 
     def forward(
-        self, qkv: Tensor, kv: Tensor | None = None, seqlen_offset: Offsets = 0, max_seqlen: int | None = None,
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: Offsets = 0,
+        max_seqlen: int | None = None,
         num_heads_q: int | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Rotate q and k in place.
 
         Args:

@@ -391,8 +391,8 @@ def _attend_tile(consumer, tile, item, q_loads):
         o += (zero_sums(),)
     p = consumer.weights_operand(weights, o)
 
-    # KV loop. A copy of it takes seconds to compile. So before a fixed maximum, and in the fallback, one copy serves for
-    # masked blocks and the few others, too.
+    # KV loop. A copy of it takes seconds to compile. So before a fixed maximum, and in the fallback, one copy is for
+    # all blocks, masked or not.
     CUT: gl.constexpr = problem.HAS_LEFT or problem.HAS_RIGHT  # masks cut blocks beside the first
     MASKS_ALL: gl.constexpr = CUT and config.FALLBACK
     n_first = n_masked

@@ -31,13 +31,27 @@ Tensor = torch.Tensor
 
 
 def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
-    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = UNBOUNDED,
-    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
-    scheduler_metadata: Tensor | None = None, return_softmax_lse: bool = False,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    scheduler_metadata: Tensor | None = None,
+    return_softmax_lse: bool = False,
+) -> Any:
     """`diyfa.flash_attn_with_kvcache`: return out, or (out, softmax_lse).
 
     Raises:
@@ -51,11 +65,23 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(
-    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
-    cache_seqlens: Tensor, qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None, page_size: int | None = None, causal: bool = False,
-    window_size: tuple[int, int] = UNBOUNDED, softcap: float = 0.0, softmax_scale: float | None = None,
-    alibi_slopes_batch_stride: int = 0, num_splits: int = 0,
-) -> Tensor:  # fmt: skip
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    page_size: int | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    softcap: float = 0.0,
+    softmax_scale: float | None = None,
+    alibi_slopes_batch_stride: int = 0,
+    num_splits: int = 0,
+) -> Tensor:
     """Metadata without elements, (0,) int32: diyfa divides the work on the device, in the call itself."""
     return no_metadata(cache_seqlens)

@@ -24,13 +24,29 @@ __all__ = [
 
 
 def get_scheduler_metadata(
-    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
-    cache_seqlens: torch.Tensor, qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
-    cu_seqlens_q: torch.Tensor | None = None, cu_seqlens_k_new: torch.Tensor | None = None,
-    cache_leftpad: torch.Tensor | None = None, page_size: int | None = None, max_seqlen_k_new: int = 0,
-    causal: bool = False, window_size: tuple[int, int] = UNBOUNDED, attention_chunk: int = 0, softcap: float = 0.0,
-    num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0, softmax_scale: float | None = None,
-) -> torch.Tensor:  # fmt: skip
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = UNBOUNDED,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
     """Metadata without elements, (0,) int32: diyfa divides the work on the device, in the call itself.
 
     The arguments are those of the 910; the package has others on the 950. Raises ValueError for attention_chunk.

@@ -33,13 +33,28 @@ _ABSENT = {
 
 
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, gather_kv_indices: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: Window = UNBOUNDED,
-    learnable_sink: Tensor | None = None, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
-    deterministic: bool = False, score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None,
-    aux_tensors: Any = None, aux_scalars: Any = None, block_sparse_tensors: Any = None,
-    block_sparse_tensors_bwd: Any = None, return_lse: bool = False,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+) -> Any:
     """`diyfa.flash_attention_v2` of (B, S, H, D) tensors: return out, or (out, lse (B, H, S)).
 
     `learnable_sink` is diyfa's `sinks`: (H,) float32.
@@ -55,16 +70,38 @@ def flash_attn_func(
 
 
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    min_seqlen_k: int | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
-    gather_kv_indices: Tensor | None = None, page_table: Tensor | None = None, softmax_scale: float | None = None,
-    causal: bool = False, window_size: Window = UNBOUNDED, learnable_sink: Tensor | None = None, softcap: float = 0.0,
-    num_splits: int = 0, pack_gqa: bool | None = None, deterministic: bool = False, score_mod: Any = None,
-    score_mod_bwd: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None, aux_tensors: Any = None,
-    aux_scalars: Any = None, return_lse: bool = False, scheduler_metadata: Tensor | None = None,
-    seqlen_k_per_split: int | None = None, disable_scheduler_metadata: bool = False,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    return_lse: bool = False,
+    scheduler_metadata: Tensor | None = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+) -> Any:
     """`diyfa.flash_attention_varlen` of packed (T, H, D) tensors or pages: return out, or (out, lse (H, T)).
 
     max_seqlen_q defaults to all rows of q, max_seqlen_k to all rows of k, or to what the page table holds.
@@ -86,11 +123,24 @@ def flash_attn_varlen_func(
 
 
 def get_scheduler_metadata(
-    batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int, headdim: int,
-    cache_seqlens: Tensor, qkv_dtype: torch.dtype = torch.bfloat16, headdim_v: int | None = None,
-    cu_seqlens_q: Tensor | None = None, page_size: int | None = None, causal: bool = False,
-    window_size: Window = UNBOUNDED, softcap: float = 0.0, num_splits: int = 0, pack_gqa: bool | None = None,
-    sm_margin: int = 0, softmax_scale: float | None = None,
-) -> Tensor:  # fmt: skip
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    page_size: int | None = None,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    softmax_scale: float | None = None,
+) -> Tensor:
     """Metadata without elements, (0,) int32: diyfa divides the work on the device, in the call itself."""
     return no_metadata(cache_seqlens)
