@@ -6,23 +6,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import hopper_gluon  # noqa: F401
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import interpret_backward, interpreted_only, run_backward
 
-need_hopper_gluon()
-
-from hopper_interpreted import interpret_backward, interpreted_only, run_backward  # noqa: E402
-
-import diyfa  # noqa: E402
-from diyfa import BlockMask, registry  # noqa: E402
-from diyfa.backends.cuda.attention import bwd_partials  # noqa: E402
-from diyfa.backends.cuda.attention.long_blocks import long_blocks_launch  # noqa: E402
-from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch  # noqa: E402
-from diyfa.backends.cuda.runtime.passes import launch_each  # noqa: E402
-from diyfa.problem import AttentionProblem, AttentionTensors  # noqa: E402
-from diyfa.reference import reference_attention  # noqa: E402
-from diyfa.testing import AttentionCase  # noqa: E402
+import diyfa
+from diyfa import BlockMask, registry
+from diyfa.backends.cuda.attention import bwd_partials
+from diyfa.backends.cuda.attention.long_blocks import long_blocks_launch
+from diyfa.backends.cuda.hopper import bwd_configs, bwd_launch
+from diyfa.backends.cuda.runtime.passes import launch_each
+from diyfa.problem import AttentionProblem, AttentionTensors
+from diyfa.reference import reference_attention
+from diyfa.testing import AttentionCase
 
 pytestmark = interpreted_only
 

@@ -46,6 +46,11 @@ from diyfa.testing import (
 interpreted_only = pytest.mark.skipif(
     not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run"
 )
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+runs_the_kernel = pytest.mark.skipif(
+    not is_interpreting() and not ON_HOPPER, reason="neither interpreter nor sm_90 GPU"
+)
+DEVICE = "cpu" if is_interpreting() else "cuda"
 KERNEL_MODULES = (
     "gluon.barriers", "gluon.channel", "gluon.ring", "gluon.scheduler", "gluon.tile_info", "hopper.mma",
     "hopper.overflow", "hopper.tiles", "hopper.float8", "hopper.chunks", "hopper.fwd_common", "hopper.fwd_producer",
