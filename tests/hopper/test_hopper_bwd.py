@@ -351,12 +351,10 @@ def test_dq_is_the_same_whoever_converts_it(head_dim: int, monkeypatch: pytest.M
 
 # Sizes and masks that begin and end within blocks: heads, heads_kv, Sq, Sk, head_dim, bounds.
 DETERMINISTIC = {
-    "full": (2, 1, 130, 300, 64, -1, -1),
-    "heads_96": (5, 5, 130, 200, 96, -1, 0),
-    "window_128": (1, 1, 200, 300, 128, 70, 40),
-    "wide": (2, 1, 130, 200, 136, -1, 0),
+    "full": (2, 1, 130, 300, 64, -1, -1), "heads_96": (5, 5, 130, 200, 96, -1, 0),
+    "window_128": (1, 1, 200, 300, 128, 70, 40), "wide": (2, 1, 130, 200, 136, -1, 0),
     "latent": (1, 1, 70, 130, (136, 72), -1, -1),
-}
+}  # fmt: skip
 
 
 def sums(

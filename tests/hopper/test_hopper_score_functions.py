@@ -99,13 +99,9 @@ def by_query_key_and_pair(
 
 
 READS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "partial_block": (90, 150, {}),
-    "full_blocks": (90, 192, {}),
-    "causal": (300, 100, {"causal": True}),
-    "window": (250, 100, {"window": (40, 30)}),
-    "mask": (150, 180, {"mask": 128}),
-    "mask_64": (150, 192, {"mask": 64}),
-}
+    "partial_block": (90, 150, {}), "full_blocks": (90, 192, {}), "causal": (300, 100, {"causal": True}),
+    "window": (250, 100, {"window": (40, 30)}), "mask": (150, 180, {"mask": 128}), "mask_64": (150, 192, {"mask": 64}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READS)
