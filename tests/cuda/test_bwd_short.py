@@ -210,34 +210,30 @@ def test_a_product_that_overflows_behind_the_mask(launched: list[str]) -> None:
 PLAIN = AttentionProblem("cuda", "sm_90", "bfloat16", "bshd", 2, 4, 4, 64, 64, 64, 64)
 
 
-@pytest.mark.parametrize(
-    ("changes", "rows"),
-    [
-        ({}, 64),
-        ({"seqlen_q": 1}, 64),
-        ({"seqlen_k": 1}, 64),
-        ({"seqlen_q": 33, "seqlen_k": 1}, 64),
-        ({"seqlen_q": 32, "seqlen_k": 17}, 32),
-        ({"seqlen_q": 16, "seqlen_k": 1}, 16),
-        ({"seqlen_q": 65}, None),
-        ({"seqlen_k": 65}, None),
-        ({"aligned": False}, 64),
-        ({"head_dim": 128, "head_dim_v": 128}, 64),
-        ({"head_dim": 129, "head_dim_v": 128}, None),
-        ({"head_dim_v": 129}, None),
-        ({"head_dim_v": 32}, None),  # wgmma on a narrow V
-        ({"head_dim_v": 32, "seqlen_q": 32, "seqlen_k": 32}, 32),
-        ({"head_dim_v": 32, "arch": "sm_80"}, 64),
-        ({"dtype": "float32"}, None),
-        ({"dtype": "float16", "arch": "sm_75"}, None),
-        ({"heads_q": 8}, None),
-        ({"batch_invariant": True}, None),
-        ({"head_dim": 128, "head_dim_v": 128, "bias": "float64"}, 64),
-        ({"head_dim": 128, "head_dim_v": 128, "bias": "float32", "arch": "sm_86"}, 64),
-        ({"head_dim": 128, "head_dim_v": 128, "bias": "float64", "arch": "sm_86"}, None),  # 104 KB
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "rows"), [
+    ({}, 64),
+    ({"seqlen_q": 1}, 64),
+    ({"seqlen_k": 1}, 64),
+    ({"seqlen_q": 33, "seqlen_k": 1}, 64),
+    ({"seqlen_q": 32, "seqlen_k": 17}, 32),
+    ({"seqlen_q": 16, "seqlen_k": 1}, 16),
+    ({"seqlen_q": 65}, None),
+    ({"seqlen_k": 65}, None),
+    ({"aligned": False}, 64),
+    ({"head_dim": 128, "head_dim_v": 128}, 64),
+    ({"head_dim": 129, "head_dim_v": 128}, None),
+    ({"head_dim_v": 129}, None),
+    ({"head_dim_v": 32}, None),  # wgmma on a narrow V
+    ({"head_dim_v": 32, "seqlen_q": 32, "seqlen_k": 32}, 32),
+    ({"head_dim_v": 32, "arch": "sm_80"}, 64),
+    ({"dtype": "float32"}, None),
+    ({"dtype": "float16", "arch": "sm_75"}, None),
+    ({"heads_q": 8}, None),
+    ({"batch_invariant": True}, None),
+    ({"head_dim": 128, "head_dim_v": 128, "bias": "float64"}, 64),
+    ({"head_dim": 128, "head_dim_v": 128, "bias": "float32", "arch": "sm_86"}, 64),
+    ({"head_dim": 128, "head_dim_v": 128, "bias": "float64", "arch": "sm_86"}, None),  # 104 KB
+], ids=str)  # fmt: skip
 def test_what_it_takes(changes: dict[str, Any], rows: int | None) -> None:
     """The smallest tile that holds the sequence, and no other."""
     problem = PLAIN.replace(**changes)

@@ -58,14 +58,11 @@ def drawn_lengths(generator: torch.Generator, batch: int, most: int) -> torch.Te
 
 # Tiles are looked at one, 32 or 128 at a time, and counted with 32 or 64 bits; one head of keys, some or all are walked
 # at a time. The last two have programs of the combine kernel for each tile, which programs share.
-@pytest.mark.parametrize(
-    ("batch", "programs", "heads_kv", "wide_positions"),
-    [
-        (5, 1, 2, False), (5, 3, 2, False), (5, 5, 2, False), (5, 7, 2, False), (1, 9, 2, False), (17, 11, 2, False),
-        (20, 13, 2, False), (5, 15, 2, True), (5, 8, 2, False), (3, 6, 4, False), (17, 10, 4, True), (1, 12, 4, False),
-        (1, 10, 3, False), (1, 15, 3, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("batch", "programs", "heads_kv", "wide_positions"), [
+    (5, 1, 2, False), (5, 3, 2, False), (5, 5, 2, False), (5, 7, 2, False), (1, 9, 2, False), (17, 11, 2, False),
+    (20, 13, 2, False), (5, 15, 2, True), (5, 8, 2, False), (3, 6, 4, False), (17, 10, 4, True), (1, 12, 4, False),
+    (1, 10, 3, False), (1, 15, 3, False),
+])  # fmt: skip
 @pytest.mark.parametrize("rows_per_program", [1, 4, 32])  # of a program of the combine kernel, of 21
 def test_each_block_of_keys_is_seen_once(monkeypatch, rows_per_program, batch, programs, heads_kv, wide_positions):
     """Scores are all 0, and the value of a key is a number of its head at its block's feature: the sums of weights
@@ -113,13 +110,10 @@ def test_the_iteration_space_has_each_tile_with_rows_once(batch, most, rows, pro
     assert_line(call, config, lengths, offsets, queries, programs)
 
 
-@pytest.mark.parametrize(
-    ("programs", "blocks", "whole"),
-    [
-        (7, [7], True), (8, [8], False), (2, [3, 1, 0, 2, 4], True), (2, [9, 1, 0, 2, 9, 0, 0], False),
-        (35, [1] * 139 + [2], True), (70, [1, 0] * 69 + [4], True), (3, [0, 0, 60, 58, 60], True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("programs", "blocks", "whole"), [
+    (7, [7], True), (8, [8], False), (2, [3, 1, 0, 2, 4], True), (2, [9, 1, 0, 2, 9, 0, 0], False),
+    (35, [1] * 139 + [2], True), (70, [1, 0] * 69 + [4], True), (3, [0, 0, 60, 58, 60], True),
+])  # fmt: skip
 def test_programs_have_whole_tiles_where_a_split_costs_more(programs, blocks, whole):
     """Those with fewer blocks than others, or none, too."""
     config = DecodeConfig(16, BLOCK_N, 4, 1, 1, split_cost=6)
@@ -250,14 +244,11 @@ def test_more_chunks_of_a_tile_than_are_read_at_once(programs, columns, monkeypa
     torch.testing.assert_close(lse[0, :, 0], torch.tensor(programs * BLOCK_N).log().expand(2), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("programs", "split_cost", "scans", "lengths"),
-    [
-        (4, 6, (1, 32), (80, 1, 0, 46)),  # whole tiles, all as long on the line as the longest
-        (4, 0, (1, 32), (16, 3, 16, 192)),  # some have a chunk from the middle of the longest
-        (8, 0, (1, 2), (16, 3, 16, 192)),  # more programs than tiles, but these are not all looked at at once
-    ],
-)
+@pytest.mark.parametrize(("programs", "split_cost", "scans", "lengths"), [
+    (4, 6, (1, 32), (80, 1, 0, 46)),  # whole tiles, all as long on the line as the longest
+    (4, 0, (1, 32), (16, 3, 16, 192)),  # some have a chunk from the middle of the longest
+    (8, 0, (1, 2), (16, 3, 16, 192)),  # more programs than tiles, but these are not all looked at at once
+])  # fmt: skip
 def test_long_sequences_beside_short_ones(programs, split_cost, scans, lengths, monkeypatch):
     """Scores are all 0."""
     monkeypatch.setattr(stream_k, "multiprocessors", lambda device: programs)

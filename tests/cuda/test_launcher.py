@@ -26,10 +26,8 @@ CASES = {
     "absent tensors": ["_fwd_kernel"],
     "descriptors": ["_fwd_kernel"],
     "descriptors of gluon": ["_fwd_sm90_kernel"],
-    "packed": [
-        "_fwd_kernel", "_clear_kernel", "_clear_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel",
-        "_bwd_dq_kernel",
-    ],
+    "packed": ["_fwd_kernel", "_clear_kernel", "_clear_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel",
+        "_bwd_dq_kernel"],
 }  # fmt: skip
 
 

@@ -16,23 +16,11 @@ ATTENTION = {"_fwd_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel", "_bwd_
 SHORT = {"_fwd_kernel", "_bwd_short_kernel"}
 # run -> what may tell the kernels for one tile apart
 EXPECTED: dict[str, set[str]] = {
-    "packed": set(),
-    "packed, window": set(),
-    "packed, cross": set(),
-    "packed, dlse": set(),
-    "packed, D=40": set(),
-    "bshd": set(),
-    "bhsd": set(),
-    "bhsd, cross": set(),
-    "bhsd, dlse": set(),
-    "bhsd, D=40": set(),
-    "short": set(),
-    "short, dlse": set(),
-    "short, packed": set(),
-    "bias": {"declared"},
-    "bias of keys": {"declared"},
+    "packed": set(), "packed, window": set(), "packed, cross": set(), "packed, dlse": set(), "packed, D=40": set(),
+    "bshd": set(), "bhsd": set(), "bhsd, cross": set(), "bhsd, dlse": set(), "bhsd, D=40": set(), "short": set(),
+    "short, dlse": set(), "short, packed": set(), "bias": {"declared"}, "bias of keys": {"declared"},
     "bias of queries": {"declared"},
-}
+}  # fmt: skip
 OF_WHAT_IS_CLEARED = {"y_ptr", "statistics_ptr", "strides"}  # out and lse, dq, dk and dv: three kernels
 
 

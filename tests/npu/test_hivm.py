@@ -56,19 +56,16 @@ def test_cube_work_of_a_tile(fwd: hivm.Module) -> None:
     assert fwd.score_elements == 64 * 32
 
 
-@pytest.mark.parametrize(
-    ("m", "k", "n", "bits", "expected"),
-    [
-        (128, 128, 256, 16, l0.Slices(64, 2, 128 * 64 * 2, 64 * 256 * 2)),  # scores of the forward's 128x256 at D = 128
-        (64, 64, 128, 16, l0.Slices(64, 1, 64 * 64 * 2, 64 * 128 * 2)),
-        (32, 576, 128, 16, l0.Slices(128, 5, 32 * 128 * 2, 128 * 128 * 2)),
-        (16, 16, 576, 16, l0.Slices(16, 1, 16 * 16 * 2, 16 * 576 * 2)),
-        (16, 20, 512, 32, l0.Slices(16, 2, 16 * 16 * 4, 16 * 512 * 4)),  # exactly half of L0B
-        (130, 128, 40, 32, l0.Slices(48, 3, 130 * 48 * 4, 48 * 40 * 4)),  # 130 rows count as 144
-        (64, 80, 256, 8, l0.Slices(96, 1, 64 * 96, 96 * 256)),  # of int8 a fractal has 32 columns
-        (64, 576, 256, 8, l0.Slices(128, 5, 64 * 128, 128 * 256)),
-    ],
-)
+@pytest.mark.parametrize(("m", "k", "n", "bits", "expected"), [
+    (128, 128, 256, 16, l0.Slices(64, 2, 128 * 64 * 2, 64 * 256 * 2)),  # scores of the forward's 128x256 at D = 128
+    (64, 64, 128, 16, l0.Slices(64, 1, 64 * 64 * 2, 64 * 128 * 2)),
+    (32, 576, 128, 16, l0.Slices(128, 5, 32 * 128 * 2, 128 * 128 * 2)),
+    (16, 16, 576, 16, l0.Slices(16, 1, 16 * 16 * 2, 16 * 576 * 2)),
+    (16, 20, 512, 32, l0.Slices(16, 2, 16 * 16 * 4, 16 * 512 * 4)),  # exactly half of L0B
+    (130, 128, 40, 32, l0.Slices(48, 3, 130 * 48 * 4, 48 * 40 * 4)),  # 130 rows count as 144
+    (64, 80, 256, 8, l0.Slices(96, 1, 64 * 96, 96 * 256)),  # of int8 a fractal has 32 columns
+    (64, 576, 256, 8, l0.Slices(128, 5, 64 * 128, 128 * 256)),
+])  # fmt: skip
 def test_slices_of_a_product(m: int, k: int, n: int, bits: int, expected: l0.Slices) -> None:
     assert l0.slices(hivm.Product(m, n, k, bits)) == expected
     assert max(expected.l0a, expected.l0b) <= l0.HALF

@@ -452,17 +452,14 @@ def test_our_packed_call_as_theirs() -> None:
     assert torch.equal(npu_fusion_attention(**arguments, backend="cpu").attention_out, ours)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"softcap": 2.0}, "no softcap"),
-        ({"seq_lens": torch.tensor([3])}, "no seq_lens: pack"),
-        ({"alibi_slopes": torch.ones(2)}, "npu_fusion_attention_v2 does"),
-        ({"layout": "thd"}, "as lists of host integers"),
-        ({"layout": "sbhd"}, "layout must be one of"),
-        ({"attn_bias": torch.zeros(5, 5), "sm_scale": 0.0}, "scales its bias"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"softcap": 2.0}, "no softcap"),
+    ({"seq_lens": torch.tensor([3])}, "no seq_lens: pack"),
+    ({"alibi_slopes": torch.ones(2)}, "npu_fusion_attention_v2 does"),
+    ({"layout": "thd"}, "as lists of host integers"),
+    ({"layout": "sbhd"}, "layout must be one of"),
+    ({"attn_bias": torch.zeros(5, 5), "sm_scale": 0.0}, "scales its bias"),
+])  # fmt: skip
 def test_what_theirs_cannot_express(changes: dict[str, Any], message: str) -> None:
     q = torch.randn(1, 2, 5, 8)
     with pytest.raises(ValueError, match=message):

@@ -152,12 +152,10 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "short, dlse": (short, {"wants_dlse": True, "packs": False}),
     "short, packed": (short, {"wants_dlse": True, "packs": True}),
     "bias": (dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "full"}),
-    "bias of keys": (
-        dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "keys"}
-    ),
-    "bias of queries": (
-        dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "queries"}
-    ),
+    "bias of keys": (dense,
+        {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "keys"}),
+    "bias of queries": (dense,
+        {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "queries"}),
 }  # fmt: skip
 
 

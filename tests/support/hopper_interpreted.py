@@ -63,11 +63,9 @@ BACKWARD_MODULES = (
 )  # fmt: skip
 WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide_dq")
 BACKWARD_KERNELS = {
-    "_prepare_kernel": hopper_bwd_dq,
-    "_bwd_sm90_kernel": hopper_bwd,
-    "_bwd_wide_dq_kernel": hopper_bwd_wide_dq,
+    "_prepare_kernel": hopper_bwd_dq, "_bwd_sm90_kernel": hopper_bwd, "_bwd_wide_dq_kernel": hopper_bwd_wide_dq,
     "_convert_kernel": hopper_bwd_dq,
-}
+}  # fmt: skip
 FORWARD = hopper_configs.Sm90Config(1, 64, 4, True, 232, 24)  # one that takes all that the backward takes
 MULTIPROCESSORS = 2
 FROM_THE_TABLE = hopper_configs.select_config.__wrapped__  # without what problems keep
