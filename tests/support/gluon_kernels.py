@@ -5,7 +5,6 @@ from __future__ import annotations
 import hopper_gluon  # noqa: F401
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -268,31 +267,6 @@ def arithmetic(x_ptr, n, out_ptr, OPERATION: gl.constexpr):
 
 
 @gluon.jit
-def multiply_by_warps(a_ptr, b_ptr, c_ptr, BUG: gl.constexpr):
-    """c = a @ b + a @ b, [64, 32] from [64, 16] and [16, 32], all in registers."""
-    VERSION: gl.constexpr = 3 if BUG == "version" else 2
-    WARPS: gl.constexpr = 8 if BUG == "warps" else 4
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([VERSION, 0], [WARPS, 1], [16, 32, 16] if VERSION == 3 else [16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(1 if BUG == "operand" else 0, MMA, 4 if BUG == "k_width" else 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    K: gl.constexpr = 8 if BUG == "short" else 16
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LEFT))
-    along_a = gl.arange(0, K, layout=gl.SliceLayout(0, LEFT))
-    along_b = gl.arange(0, K, layout=gl.SliceLayout(1, RIGHT))
-    columns = gl.arange(0, 32, layout=gl.SliceLayout(0, RIGHT))
-    a = gl.load(a_ptr + rows[:, None] * 16 + along_a[None, :])
-    b = gl.load(b_ptr + along_b[:, None] * 32 + columns[None, :])
-    if BUG == "dtype":
-        a = a.to(gl.float32)
-        b = b.to(gl.float32)
-    c = gl.zeros([64, 32], gl.float32, MMA)
-    c = mma_v2(a, b, mma_v2(a, b, c))
-    out_rows = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
-    out_columns = gl.arange(0, 32, layout=gl.SliceLayout(0, MMA))
-    gl.store(c_ptr + out_rows[:, None] * 32 + out_columns[None, :], c)
-
-
-@gluon.jit
 def join_tiles(out_ptr, BUG: gl.constexpr):
     """out [64, 128] fp16: four tiles of 64 columns in shared memory, filled with their numbers; the last two as one."""
     SWIZZLE: gl.constexpr = 64 if BUG == "swizzle" else 128
@@ -355,14 +329,8 @@ def of_subnormals(x_ptr, out_ptr):
     gl.store(out_ptr + 13, gl.where(small != 0.0, small, -1.0))
     gl.store(out_ptr + 14, small.to(gl.bfloat16).to(gl.float32))
     gl.store(out_ptr + 15, half.to(gl.float16).to(gl.float32))
-    gl.store(out_ptr + 16, _instruction("ex2.approx.ftz.f32", low))
-    gl.store(out_ptr + 17, _instruction("ex2.approx.f32", low))
-    gl.store(out_ptr + 18, _instruction("lg2.approx.f32", small))
-    gl.store(out_ptr + 19, _instruction("lg2.approx.ftz.f32", small))
-    gl.store(out_ptr + 20, _instruction("tanh.approx.f32", small))
-    gl.store(out_ptr + 21, _instruction("rcp.approx.f32", large))
-    gl.store(out_ptr + 22, _instruction("rcp.approx.ftz.f32", large))
-    gl.store(out_ptr + 23, _instruction("rcp.approx.ftz.f32", small))
+    gl.store(out_ptr + 16, _instruction("rcp.approx.ftz.f32", large))
+    gl.store(out_ptr + 17, _instruction("rcp.approx.ftz.f32", small))
 
 
 @gluon.jit
