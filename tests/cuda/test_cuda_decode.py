@@ -92,41 +92,6 @@ def test_each_block_of_keys_is_seen_once(monkeypatch, rows_per_program, batch, p
             torch.testing.assert_close(counts, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("programs", "split_cost"), [(3, 0), (8, 6)])
-@pytest.mark.parametrize(
-    ("batch", "most", "rows"), [(1, 9, 0.6), (5, 100, 0.6), (33, 100, 0.3), (140, 30, 0.5), (3, 100, 0), (140, 30, 0)]
-)
-def test_the_iteration_space_has_each_tile_with_rows_once(batch, most, rows, programs, split_cost):
-    """Sequences without queries take nothing of it, wherever they stand. All may be without queries."""
-    generator = random.Random(batch * programs + most)
-    queries = [generator.randint(1, 3) if generator.random() < rows else 0 for _ in range(batch)]
-    lengths = [generator.choice((0, 1, most, generator.randint(0, most))) * BLOCK_N for _ in range(batch)]
-    config = DecodeConfig(16, BLOCK_N, 4, 1, 1, split_cost)
-    call = problem(
-        layout="thd", batch=batch, heads_q=14, heads_kv=2, seqlen_q=3, total_q=sum(queries), capacity=most * BLOCK_N,
-        lengths=True, window_right=-1, arch=cuda.arch(torch.device(DEVICE)),
-    )  # fmt: skip
-    offsets = [0, *accumulate(queries)]
-    assert_line(call, config, lengths, offsets, queries, programs)
-
-
-@pytest.mark.parametrize(("programs", "blocks", "whole"), [
-    (7, [7], True), (8, [8], False), (2, [3, 1, 0, 2, 4], True), (2, [9, 1, 0, 2, 9, 0, 0], False),
-    (35, [1] * 139 + [2], True), (70, [1, 0] * 69 + [4], True), (3, [0, 0, 60, 58, 60], True),
-])  # fmt: skip
-def test_programs_have_whole_tiles_where_a_split_costs_more(programs, blocks, whole):
-    """Those with fewer blocks than others, or none, too."""
-    config = DecodeConfig(16, BLOCK_N, 4, 1, 1, split_cost=6)
-    queries = [min(n, 1) for n in blocks]
-    call = problem(
-        layout="thd", batch=len(blocks), heads_q=1, heads_kv=1, total_q=sum(queries), capacity=max(blocks) * BLOCK_N,
-        lengths=True, window_right=-1, arch=cuda.arch(torch.device(DEVICE)),
-    )  # fmt: skip
-    lengths, offsets = [n * BLOCK_N for n in blocks], [0, *accumulate(queries)]
-    assert bool(iteration_space(call, config, lengths, offsets, programs, [0], DEVICE).min_tile_work) == whole
-    assert_line(call, config, lengths, offsets, queries, programs)
-
-
 @pytest.mark.parametrize("beyond", [-1, 0, 1], ids=["32 bits", "at the bound", "64 bits"])
 @pytest.mark.parametrize(("batch", "heads_kv", "block_n"), [(1, 1, 16), (1, 8, 16), (40, 128, 16), (129, 8, 128)])
 def test_positions_on_lines_as_long_as_32_bits_count(batch, heads_kv, block_n, beyond):
@@ -201,10 +166,6 @@ def test_a_cache_that_grows_needs_few_compiled_kernels(changes):
     launched = [launches_without_memory(call.replace(capacity=64 << n)) for n in range(11)]
     constants = {main.constants["c"] for main, *_ in launched}
     assert len(constants) == (2 if call.batch_invariant else 1)  # some chunks have programs of their own
-
-
-def test_programs_of_the_combine_kernel_have_several_rows_where_there_are_many() -> None:
-    assert [stream_k.combined_rows(n) for n in (1, 2047, 2048, 4095, 8192, 8448)] == [1, 1, 2, 2, 8, 8]
 
 
 # Three tiles of a sequence, the last with four rows; one of twelve. The combine kernel has programs for what each

@@ -121,13 +121,6 @@ def test_every_dtype_that_a_call_may_have_is_known():
         assert launcher.kernel_source(launch, launch_signature(launch)).types["x_ptr"].startswith("*")
 
 
-def test_numbers_are_known_by_their_size():
-    values = [3, 1, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 0.5]
-    signature = launch_signature(make_launch(**{f"x{i}": x for i, x in enumerate([*values, None])}))
-    assert signature.kinds == ("i32", "i32", "i32", "i64", "i32", "i64", "fp32", None)
-    assert signature.values == values
-
-
 def test_numbers_beyond_float32_are_infinite():
     """A scale divided by a tiny softcap, for instance. `struct` refuses what C converts."""
     values = launch_signature(make_launch(large=1e40, less=-1e40, x=3e38, nan=float("nan"))).values
@@ -168,18 +161,6 @@ def test_one_unaligned_pointer_unaligns_all():
             {name for name in ("q_ptr", "k_ptr") if name in source.types} if is_aligned else set()
         )
         assert source.constants.get("k_ptr", 0) is (None if tensors[1] is None else 0)
-
-
-def test_descriptors_are_known_by_their_tiles():
-    x = torch.zeros(64, 32, dtype=torch.float16)
-    kinds = [
-        launch_signature(make_launch(q=Tiles(y, y.shape, y.stride(), shared_box(y.dtype, block)))).kinds
-        for y, block in ((x, (16, 32)), (x[:8], (16, 32)), (x, (8, 32)), (x.bfloat16(), (16, 32)))
-    ]
-    assert kinds[0] == kinds[1] and len(set(kinds)) == 3
-    box = shared_box(x.dtype, (16, 32))
-    mixed = make_launch(n=5, q=Tiles(x, x.shape, x.stride(), box), s=0.5, x_ptr=x.float(), none=None, y_ptr=x)
-    assert launch_signature(mixed).kinds == ("i32", box, "fp32", torch.float32, None, torch.float16)
 
 
 def test_a_tensor_map_is_made_once_for_each_address(monkeypatch):

@@ -358,11 +358,7 @@ DETERMINISTIC = {
 
 
 def sums(
-    sizes: tuple[Any, ...],
-    seed: int,
-    kernels: ModuleType = hopper_bwd,
-    n_keys: int | None = None,
-    at_once: bool = True,
+    sizes: tuple[Any, ...], seed: int, kernels: ModuleType = hopper_bwd, n_keys: int | None = None, at_once: bool = True
 ) -> list[torch.Tensor]:
     """[dq, dk, dv] with `deterministic` of programs that run all at once, or each when the one before has ended.
     `n_keys`: where the sample ends."""

@@ -15,7 +15,7 @@ from diyfa.backends.cuda import backend as cuda
 from diyfa.backends.cuda.attention import configs
 from diyfa.backends.cuda.gluon import compat
 from diyfa.backends.cuda.hopper import configs as hopper_configs
-from diyfa.problem import VARLEN, AttentionProblem, has_few_steps, row_steps
+from diyfa.problem import VARLEN, AttentionProblem, has_few_steps
 from diyfa.testing import AttentionCase, Inputs, Results, attention_function, check_budget, make_inputs
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -116,36 +116,10 @@ def test_every_head_dim_has_a_row_for_every_length() -> None:
         assert limits == sorted(set(limits)) and limits[-1] >= 1 << 40
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd"])
-@pytest.mark.parametrize("columns", [64, 192])
-def test_a_sequence_ends_where_its_descriptor_does(layout: str, columns: int) -> None:
-    """The address of each row, computed as TMA does: coordinates times strides, modulo 2^64 bytes."""
-    boxes = pytest.importorskip("diyfa.backends.cuda.gluon.tma", reason="needs a Triton with Gluon")
-    batch, heads, rows = 3, 2, 50
-    sizes = {"b": batch, "h": heads, "s": rows, "d": columns}
-    x = torch.empty([sizes[c] for c in layout]).permute([layout.index(c) for c in "bhsd"])
-    box = boxes.ragged_descriptor(x, "bhsd", 64, 64)
-    sample_steps, row_steps = boxes.descriptor_steps(x, "bhsd")
-    for b, h, row, length in ((0, 0, 0, 50), (2, 1, 7, 8), (1, 1, 49, 50), (2, 0, 0, 1)):
-        end = b * sample_steps + length * row_steps
-        coordinates = (hopper_configs.ROW_BOUND, end, h, hopper_configs.ROW_BOUND - length + row, 5)
-        assert all(0 <= c < size for c, size in zip(coordinates, box.shape, strict=True))
-        address = sum(2 * c * stride for c, stride in zip(coordinates, box.strides, strict=True)) % 2**64
-        expected = sum(i * stride for i, stride in zip((b, h, row, 5), x.stride(), strict=True))
-        assert address == 2 * expected
-        assert all(stride % 8 == 0 and stride < 1 << 39 for stride in box.strides[:-1])  # what TMA can hold
-
-
 def test_steps_that_32_bits_do_not_count_are_many() -> None:
     far = torch.empty_strided((2, 1, 4, 8), (1 << 40, 8, 8, 1), device="meta")
     near = torch.empty_strided((2, 1, 4, 8), (1 << 40, 8, 1 << 30, 1), device="meta")
     assert not has_few_steps("bhsd", near, far) and has_few_steps("bhsd", near)
-
-
-def test_rows_that_are_all_one_are_no_steps_apart() -> None:
-    """As of a tensor that was expanded."""
-    x = torch.empty(8, dtype=torch.bfloat16).expand(3, 2, 50, 8)
-    assert row_steps(x, "bhsd") == (8, 0, 0, 0) and row_steps(x[:1], "bhsd") == (8, 0, 0, 0)
 
 
 def test_another_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,14 +37,7 @@ from diyfa import BlockMask, flash_attention, triton_matmul, use_backend
 from diyfa.backends.npu.attention.merge import merge
 from diyfa.score_functions import score_function
 from diyfa.testing import AttentionCase as Case
-from diyfa.testing import (
-    Results,
-    assert_within_budget,
-    attention_function,
-    expected_results,
-    make_inputs,
-    run_case,
-)
+from diyfa.testing import Results, assert_within_budget, attention_function, expected_results, make_inputs, run_case
 
 FULL = os.environ.get("DIYFA_FULL_GATE") == "1"
 
