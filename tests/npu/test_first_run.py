@@ -373,18 +373,6 @@ def test_a_tile_search_that_was_cut_off(fake, monkeypatch: pytest.MonkeyPatch, c
     assert len(died) == 2 and len(document["done"]) == 2
 
 
-def test_every_step_is_kept_at_once(fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, attempt = [], cli.Run._attempt
-
-    def noted(run, step):
-        kept.append(len(json.loads(fake.path.read_text())["done"]) if fake.path.exists() else 0)
-        return attempt(run, step)
-
-    monkeypatch.setattr(cli.Run, "_attempt", noted)
-    fake()
-    assert kept == [0, 1, 2, 3]
-
-
 def test_a_full_disc_leaves_the_last_results(fake, monkeypatch: pytest.MonkeyPatch) -> None:
     fake()
     before = fake.path.read_text()
