@@ -202,37 +202,6 @@ def test_a_tensor_map_is_moved_only_if_its_copies_are_equal(monkeypatch):
     ]
 
 
-def test_the_binary_key_has_everything_it_is_compiled_for(monkeypatch):
-    """And by nothing else: lengths, other strides and other addresses find it."""
-    monkeypatch.setattr(binaries, "stored_binary", lambda *arguments: SimpleNamespace(shared=0))
-    monkeypatch.setattr(launcher, "Binary", lambda *arguments: object())
-    monkeypatch.setattr(launcher, "_binaries", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    x = torch.zeros(64, 32, dtype=torch.float16)
-
-    def tiles(block):
-        return Tiles(x, x.shape, x.stride(), shared_box(x.dtype, block))
-
-    given = {"q_ptr": x, "stride_q": 16, "n": 3, "s": 0.5, "rows": tiles((16, 32)), "other_ptr": None}
-    first = make_launch(**given)
-
-    def binary(device=0, **changes):
-        fields = {name: changes.pop(name) for name in list(changes) if name in Launch._fields}
-        launch = first._replace(arguments={**given, **changes}, **fields)
-        return launcher.loaded_binary(launch, launch_signature(launch), device)
-
-    known = binary()
-    for same in ({"q_ptr": x[8:]}, {"stride_q": 32}, {"n": 4}, {"s": 1.5}, {"rows": tiles((16, 32))}, {"grid": 7}):
-        assert binary(**same) is known, same
-    others = [
-        {"q_ptr": x[0, 1:]}, {"q_ptr": x.bfloat16()}, {"q_ptr": None}, {"stride_q": 8}, {"stride_q": 1},
-        {"stride_q": 2**32}, {"n": 2**32}, {"n": None}, {"rows": tiles((8, 32))}, {"other_ptr": x}, {"device": 1},
-        {"constants": {"c": 6}}, {"options": {"num_warps": 8}}, {"aligned": ("n",)},
-        {"kernel": SimpleNamespace(params=first.kernel.params, fn=object())},
-    ]  # fmt: skip
-    assert len({id(binary(**other)) for other in others} | {id(known)}) == len(others) + 1
-
-
 def test_parameters_lie_as_a_c_struct():
     kinds = ("i32", torch.float16, None, 1, "fp32", shared_box(torch.float16, (16, 16)), "i32", "i64")
     text, offsets = launcher.parameter_layout(kinds, 1)

@@ -462,11 +462,6 @@ MUTANTS = {
         "        acc = warpgroup_mma_wait(2, deps=[acc])\n        channel.release(i - 1)\n",
         Race,
     ),
-    "the sum is stored while its last product runs": (
-        "    acc = warpgroup_mma_wait(0, deps=[acc])\n    channel.release(end - 1)\n",
-        "    acc = warpgroup_mma_wait(1, deps=[acc])\n    channel.release(end - 1)\n",
-        Race,
-    ),
     "a stage of float8 is released before its product is done": (
         "            product = warpgroup_mma_wait(0, deps=[product])\n            channel.release(item)\n",
         "            channel.release(item)\n            product = warpgroup_mma_wait(0, deps=[product])\n",
@@ -490,7 +485,6 @@ MUTANTS = {
         KernelBug,
     ),
     "all consumers release what one reads": ("1 if config.PINGPONG else CONSUMERS", "CONSUMERS", Deadlock),
-    "nobody has the first turn": ("if config.PINGPONG and INDEX == 1:", "if False:", Deadlock),
     "a consumer keeps its turn": ('turn("arrive", 1 - INDEX)', 'turn("arrive", INDEX)', KernelBug),
     "the other consumer's steps are not skipped": (
         "item = end + (EVERY - 1) * order.steps",

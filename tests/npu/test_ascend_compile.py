@@ -341,16 +341,10 @@ def test_memory_peaks_are_inside_the_chip(target: str) -> None:
     for report in reports(target):
         multiplies = report["kernel"].split("/")[-1] not in VECTOR_KERNELS
         assert (report["memory"].get("l0c", 0) > 0) == multiplies, _describe(report)
+        if target == A2:  # a product that does not fit in slices fails the gate; here: that they were looked at
+            assert {"l0a", "l0b", "l0c"} & report["memory"].keys() in ({"l0a", "l0b", "l0c"}, set()), _describe(report)
         for memory, used in report["memory"].items():
             assert 0 < used <= getattr(spec, memory), f"{memory} {used}: {_describe(report)}"
-
-
-@needs_compilers
-@pytest.mark.timeout(TIMEOUT_S)
-def test_every_product_goes_through_l0a_and_l0b() -> None:
-    """A product that does not fit in slices fails the gate by itself; here: that they were looked at."""
-    for report in reports(A2):
-        assert ("l0c" in report["memory"]) == ("l0a" in report["memory"]) == ("l0b" in report["memory"]), report
 
 
 @needs_compilers
