@@ -30,13 +30,9 @@ def hidden(mode: int, pre: int, after: int, sq: int, sk: int) -> torch.Tensor:
     for i in range(sq):
         for j in range(sk):
             at = i + (sk - sq if mode in (3, 4) else 0)  # the key on the diagonal from the mode's corner
-            sees = {
-                0: at - pre <= j <= at + after,
-                1: True,
-                2: j <= at,
-                3: j <= at,
-                4: at - pre <= j <= at + after,
-            }[mode]
+            sees = {0: at - pre <= j <= at + after, 1: True, 2: j <= at, 3: j <= at, 4: at - pre <= j <= at + after}[
+                mode
+            ]
             matrix[i, j] = not sees
     return matrix
 
