@@ -56,9 +56,7 @@ FEATURES = (
     "causal", "window", "softcap", "alibi", "gqa", "seq_lens", "packed", "sinks", "dlse", "deterministic", "wide",
     "widths", "hostile", "mask", "config", "tiles",
 )  # fmt: skip
-NO_MASK = {  # features without block masks
-    "causal", "window", "alibi", "seq_lens", "packed", "deterministic", "wide", "widths",
-}  # fmt: skip
+NO_MASK = {"causal", "window", "alibi", "seq_lens", "packed", "deterministic", "wide", "widths"}  # refused beside one
 RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dsinks")}
 RESULTS["both"] = (*RESULTS["forward"], *RESULTS["backward"])
 SAME_BITS = ("out", "lse", "dk", "dv")  # in each run, also without `deterministic`
@@ -135,6 +133,8 @@ def draw(options: argparse.Namespace, number: int) -> tuple[AttentionCase, set[s
         sq = sk
     if choose.random() < 0.15 and not options.cpu:  # more programs than multiprocessors
         batch, heads_kv, sq, sk = 12, 4, choose.randint(64, 200), choose.randint(128, 520)
+    if options.deterministic_runs and not options.cpu:  # which wait for each other
+        batch, heads_kv, sq, sk = 2, 8, choose.randint(500, 1100), choose.randint(500, 1400)
     if "tiles" in chosen and not options.cpu:  # several for each program, half of them short
         batch, heads_kv, group, sq, sk = 16, choose.choice((1, 4, 16)), 1, 190, 130
         group = 32 // heads_kv
@@ -174,51 +174,12 @@ def draw(options: argparse.Namespace, number: int) -> tuple[AttentionCase, set[s
     if "hostile" in chosen and scale != 0.0:
         sizes["rise"] = choose.choice((0.0, 20.0, 60.0))
     case = AttentionCase(
-        f"case {number}",
-        heads=heads_kv * group,
-        heads_kv=heads_kv,
-        head_dim=d,
-        head_dim_v=dv,
-        dtype=compiled.choice(("float16", "bfloat16", "bfloat16")),
-        layout=layout,
-        causal="causal" in chosen,
-        softcap=compiled.choice((3.0, 20.0)) if "softcap" in chosen else 0.0,
-        sinks="sinks" in chosen,
-        sm_scale=scale,
-        seed=choose.randrange(1 << 30),
-        **sizes,
-    )
+        f"case {number}", heads=heads_kv * group, heads_kv=heads_kv, head_dim=d, head_dim_v=dv, layout=layout,
+        dtype=compiled.choice(("float16", "bfloat16", "bfloat16")), causal="causal" in chosen, sinks="sinks" in chosen,
+        softcap=compiled.choice((3.0, 20.0)) if "softcap" in chosen else 0.0, sm_scale=scale,
+        seed=choose.randrange(1 << 30), **sizes,
+    )  # fmt: skip
     return case, chosen
-
-
-def long_case(options: argparse.Namespace, number: int) -> tuple[AttentionCase, set[str]]:
-    """Case `number` of those that --deterministic-runs runs: more programs than a GPU has multiprocessors."""
-    few = {"batch": 2, "heads": 16, "heads_kv": 8, "seqlen_q": 1024, "seqlen_k": 1024, "dtype": "bfloat16"}
-    every: tuple[dict[str, Any], ...] = (
-        {"head_dim": 64, "causal": True},
-        {"head_dim": 128},
-        {"head_dim": 128, "causal": True, "seqlen_q": 1000, "seqlen_k": 1400},
-        {"head_dim": 64, "window": (300, 100), "dtype": "float16"},
-        {"head_dim": 96, "window": (130, -1), "softcap": 20.0},
-        {"head_dim": 128, "causal": True, "seq_lens": (1024, 130), "sinks": True},
-        {"head_dim": 64, "layout": "thd", "lens_q": (900, 0, 70, 1100), "lens_k": (900, 30, 65, 1100), "causal": True},
-        {"head_dim": 128, "layout": "thd", "lens_q": (1100, 64, 1), "lens_k": (1000, 0, 700), "sinks": True},
-    )
-    sizes = {**few, **every[number % len(every)]}
-    if options.cpu:
-        sizes |= {"batch": 1, "heads": 2, "heads_kv": 1}
-        sizes |= {name: min(sizes[name], 200) for name in ("seqlen_q", "seqlen_k")}
-        for name in ("lens_q", "lens_k", "seq_lens"):
-            if name in sizes:
-                sizes[name] = tuple(min(n, 150) for n in sizes[name])[: 1 if name == "seq_lens" else None]
-    return AttentionCase(f"long {number}", **sizes), {"deterministic", "dlse"}
-
-
-LONG_CASES = 8
-
-
-def case_of(options: argparse.Namespace, number: int) -> tuple[AttentionCase, set[str]]:
-    return (long_case if options.deterministic_runs else draw)(options, number)
 
 
 # ---- one case
@@ -373,8 +334,10 @@ class Totals(NamedTuple):
 def again(options: argparse.Namespace, number: int) -> str:
     """The options that repeat a case."""
     words = f"{options.what} --seed {options.seed} --variants {options.variants} --start {number} --cases 1 --jobs 1"
-    words += f" --only {options.only}" if options.only else ""
-    words += f" --deterministic-runs {options.deterministic_runs}" if options.deterministic_runs else ""
+    if options.deterministic_runs:
+        words += f" --deterministic-runs {options.deterministic_runs}"
+    elif options.only:
+        words += f" --only {options.only}"
     return words + " --cpu" * options.cpu
 
 
@@ -386,7 +349,7 @@ def work(options: argparse.Namespace, first: int) -> Totals:
     for number in range(first, options.end, options.jobs):
         if time.time() > options.until:
             break
-        case, features = case_of(options, number)
+        case, features = draw(options, number)
         begin, repeat = time.monotonic(), again(options, number)
         wrong: str | None
         with ending_after(options.limit, repeat):
@@ -417,11 +380,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=16, help="processes")
     parser.add_argument("--limit", type=float, default=75, help="seconds for one case, compiling included")
     parser.add_argument("--only", choices=FEATURES, default=None)
-    parser.add_argument("--deterministic-runs", type=int, default=0, help="run a few long cases so often instead")
+    parser.add_argument("--deterministic-runs", type=int, default=0, help="run eight long cases so often instead")
     parser.add_argument("--cpu", action="store_true", help="in the Gluon interpreter, smaller cases")
     options = parser.parse_args()
     if options.deterministic_runs:
-        options.cases = min(options.cases, LONG_CASES)
+        options.cases, options.only = min(options.cases, 8), "deterministic"
     options.jobs = min(options.jobs, options.cases)
     options.end = options.start + options.cases
     options.until = time.time() + options.seconds
