@@ -340,6 +340,16 @@ def test_no_other_memory_is_read(packed, page_size, monkeypatch):
     assert accesses() > 100
 
 
+def test_a_length_that_nobody_checked_ends_with_the_cache(monkeypatch):
+    """Also the largest one, which more keys would make overflow."""
+    monkeypatch.setattr(kvcache, "_check_values", lambda *arguments: None)
+    q, k, v, new_k, new_v = (torch.randn(1, n, 2, 32) for n in (3, 20, 20, 4, 4))
+    whole = attend(q, k, v, causal=True)
+    length = torch.tensor([2**31 - 1], dtype=torch.int32)
+    for appended in ({}, {"k": new_k, "v": new_v}):
+        assert all(map(torch.equal, attend(q, k, v, cache_seqlens=length, causal=True, **appended), whole))
+
+
 @pytest.mark.parametrize("cache_dtype", ["float16", "float8_e4m3fn"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tiles_in_the_mode_depend_on_widths_and_dtypes_alone(head_dim, cache_dtype):
