@@ -340,14 +340,17 @@ def test_no_other_memory_is_read(packed, page_size, monkeypatch):
     assert accesses() > 100
 
 
-def test_a_length_that_nobody_checked_ends_with_the_cache(monkeypatch):
-    """Also the largest one, which more keys would make overflow."""
+def test_lengths_and_padding_that_nobody_checked_end_with_the_cache(monkeypatch):
+    """Also the largest length, which more keys would make overflow."""
     monkeypatch.setattr(kvcache, "_check_values", lambda *arguments: None)
     q, k, v, new_k, new_v = (torch.randn(1, n, 2, 32) for n in (3, 20, 20, 4, 4))
     whole = attend(q, k, v, causal=True)
     length = torch.tensor([2**31 - 1], dtype=torch.int32)
     for appended in ({}, {"k": new_k, "v": new_v}):
         assert all(map(torch.equal, attend(q, k, v, cache_seqlens=length, causal=True, **appended), whole))
+    for padding, lse in ((-(2**31), whole[1]), (2**30, torch.full_like(whole[1], float("inf")))):
+        leftpad = torch.tensor([padding], dtype=torch.int32)
+        assert torch.equal(attend(q, k, v, cache_seqlens=20, cache_leftpad=leftpad, causal=True)[1], lse)
 
 
 @pytest.mark.parametrize("cache_dtype", ["float16", "float8_e4m3fn"])
