@@ -162,30 +162,41 @@ def test_a_key_is_the_same_with_every_triton_and_platform(monkeypatch):
         assert launch_key(launch._replace(options={"num_warps": 4})) == launch_key(launch)
 
 
-def test_a_key_has_everything_a_kernel_is_compiled_for(monkeypatch):
+def test_keys_have_everything_a_kernel_is_compiled_for(monkeypatch):
+    """Of stored binaries and of loaded ones. And nothing else: lengths, other strides and other addresses find them."""
+    monkeypatch.setattr(binaries, "source_hash", lambda: "0" * 32)
+    monkeypatch.setattr(binaries, "stored_binary", lambda *arguments: SimpleNamespace(shared=0))
+    monkeypatch.setattr(launcher, "Binary", lambda *arguments: object())
+    monkeypatch.setattr(launcher, "_binaries", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     x = torch.zeros(64, 32, dtype=torch.float16)
-    given = {"q_ptr": x, "stride_q": 16, "n": 3, "rows": Tiles(x, x.shape, x.stride(), shared_box(x.dtype, (16, 32)))}
+
+    def tiles(block):
+        return Tiles(x, x.shape, x.stride(), shared_box(x.dtype, block))
+
+    given = {"q_ptr": x, "stride_q": 16, "n": 3, "s": 0.5, "rows": tiles((16, 32)), "other_ptr": None}
+    first = make_launch(**given)
+
+    def keys(arch=ARCH, device=0, **changes):
+        fields = {name: changes.pop(name) for name in list(changes) if name in Launch._fields}
+        launch = first._replace(arguments={**given, **changes}, **fields)
+        signature = launch_signature(launch)
+        return binaries.binary_key(arch, launch, signature), launcher.loaded_binary(launch, signature, device)
+
+    known = keys()
+    for same in ({"q_ptr": x[8:]}, {"stride_q": 32}, {"n": 4}, {"s": 1.5}, {"rows": tiles((16, 32))}, {"grid": 7}):
+        assert keys(**same) == known, same
     others = [
-        make_launch(**given, name="g_kernel"), make_launch(**given, options={}), make_launch(**given, aligned=("n",)),
-        make_launch(**given, constants={"c": Chosen(32, "causal", True, 0.5)}),
-        make_launch(**given, constants={"c": Chosen(64, "causal", True, 1)}),
-        *[
-            make_launch(**{**given, **changed})
-            for changed in (
-                {"q_ptr": None}, {"q_ptr": x[0, 1:]}, {"q_ptr": x.bfloat16()}, {"stride_q": 1}, {"stride_q": 8},
-                {"n": 2**40}, {"rows": Tiles(x, x.shape, x.stride(), shared_box(x.dtype, (8, 32)))},
-            )
-        ],
+        {"q_ptr": x[0, 1:]}, {"q_ptr": x.bfloat16()}, {"q_ptr": None}, {"stride_q": 8}, {"stride_q": 1},
+        {"stride_q": 2**32}, {"n": 2**40}, {"n": None}, {"rows": tiles((8, 32))}, {"other_ptr": x}, {"options": {}},
+        {"aligned": ("n",)}, {"kernel": make_launch("g_kernel", **given).kernel},
+        {"constants": {"c": Chosen(32, "causal", True, 0.5)}}, {"constants": {"c": Chosen(64, "causal", True, 1)}},
     ]  # fmt: skip
-    launch = make_launch(**given)
-    keys = {
-        launch_key(launch),
-        *map(launch_key, others),
-        binaries.binary_key("sm_80", launch, launch_signature(launch)),
-    }
+    for found in zip(known, *[keys(**other) for other in others], strict=True):
+        assert len(set(found)) == len(others) + 1
+    assert keys(device=1)[1] is not known[1] and keys(arch="sm_80")[0] != known[0]
     monkeypatch.setattr(binaries, "source_hash", lambda: "other")
-    assert len({*keys, launch_key(launch)}) == len(others) + 3
-    assert launch_key(make_launch(**{**given, "n": 4})) == launch_key(launch)
+    assert keys()[0] != known[0]
 
 
 def sources(monkeypatch, tmp_path, text: bytes) -> Path:

@@ -78,28 +78,6 @@ def test_parts_are_taken_where_blocks_of_keys_are_few(monkeypatch: pytest.Monkey
     assert grids == {0: [64], 20: [64], 108: [256, (128, 1)]}
 
 
-@pytest.mark.parametrize("subgroups", [1, 2, 5])
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize(("d", "dv"), [(8, 72), (64, 16), (130, 64)])
-def test_sums(d: int, dv: int, layout: str, subgroups: int) -> None:
-    """Every number of all parts is added, each part of a head's and no other's."""
-    problem = AttentionProblem("cuda", "sm_90", "float16", layout, 2, 3 * subgroups, 3, 5, 37, d, dv)
-    generator = torch.Generator().manual_seed(subgroups)
-    sizes = [2 * 37 * 3 * subgroups * columns for columns in (d, dv)]
-    memory = [torch.randint(-9, 9, (n,), generator=generator).float().to(DEVICE) for n in sizes]
-    found = bwd_partials.partials_in_layout(problem, memory, subgroups)
-    shapes = [(2, 3, 37, n) if layout == "bhsd" else (2, 37, 3, n) for n in (d, dv)]
-    got = [torch.full(shape, float("nan"), dtype=torch.float16, device=DEVICE) for shape in shapes]
-    launches = bwd_partials.make_launches(problem, AttentionTensors(*[got[0]] * 3, 1.0), memory, subgroups, *got)
-    assert len(launches) == (subgroups > 1)
-    for launch in launches:
-        launch_kernel(launch)
-    heads = 1 if layout == "bhsd" else 2
-    for x, y in zip(found, got, strict=True):
-        if subgroups > 1:
-            assert torch.equal(x.unflatten(heads, (3, subgroups)).sum(heads + 1), y.float())
-
-
 def test_sums_end_where_a_sequence_is_said_to_end() -> None:
     """Of the first one, which is longer, nobody has formed more."""
     longest, total = 33, 80

@@ -100,14 +100,11 @@ def test_spec_that_misses_an_argument_is_refused(found):
     assert "['REPEAT', 'b_ptr']" in found["incomplete"]
 
 
-@pytest.mark.parametrize(
-    "reason",
-    [
-        "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient registers",
-        "(C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma instructions",
-        "Potential Performance Loss: wgmma.mma_async instructions are serialized, in words without a number",
-    ],
-)
+@pytest.mark.parametrize("reason", [
+    "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to insufficient registers",
+    "(C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma instructions",
+    "Potential Performance Loss: wgmma.mma_async instructions are serialized, in words without a number",
+])  # fmt: skip
 def test_gate_on_serialised_wgmma_and_shared_memory(reason):
     spec = aot.CompileSpec("k", "c", None, {}, {}, 4, 2)
     clean = (
@@ -178,14 +175,11 @@ SASS = """
 """
 
 
-@pytest.mark.parametrize(
-    ("line", "instead", "found"),
-    [
-        ("EXIT", "EXIT", [0, 2]),
-        ("STL [R1+0x8], R3", "STG.E.128 desc[UR4][R2.64], R4", [0, 1]),  # sums of a chunk leave from a loop over keys
-        ("@P2 BRA", "BRA", [0]),  # code behind the kernel's end returns without a condition
-    ],
-)
+@pytest.mark.parametrize(("line", "instead", "found"), [
+    ("EXIT", "EXIT", [0, 2]),
+    ("STL [R1+0x8], R3", "STG.E.128 desc[UR4][R2.64], R4", [0, 1]),  # sums of a chunk leave from a loop over keys
+    ("@P2 BRA", "BRA", [0]),  # code behind the kernel's end returns without a condition
+])  # fmt: skip
 def test_spills_in_loops_are_detected(line, instead, found):
     assert SASS.count(line) == 1
     assert spills_in_loops(SASS.replace(line, instead)) == found

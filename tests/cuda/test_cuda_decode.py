@@ -59,14 +59,11 @@ def drawn_lengths(generator: torch.Generator, batch: int, most: int) -> torch.Te
 
 # Tiles are looked at one, 32 or 128 at a time, and counted with 32 or 64 bits; one head of keys, some or all are walked
 # at a time. The last two have programs of the combine kernel for each tile, which programs share.
-@pytest.mark.parametrize(
-    ("batch", "programs", "heads_kv", "wide_positions"),
-    [
-        (5, 1, 2, False), (5, 3, 2, False), (5, 5, 2, False), (5, 7, 2, False), (1, 9, 2, False), (17, 11, 2, False),
-        (20, 13, 2, False), (5, 15, 2, True), (5, 8, 2, False), (3, 6, 4, False), (17, 10, 4, True), (1, 12, 4, False),
-        (1, 10, 3, False), (1, 15, 3, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("batch", "programs", "heads_kv", "wide_positions"), [
+    (5, 1, 2, False), (5, 3, 2, False), (5, 5, 2, False), (5, 7, 2, False), (1, 9, 2, False), (17, 11, 2, False),
+    (20, 13, 2, False), (5, 15, 2, True), (5, 8, 2, False), (3, 6, 4, False), (17, 10, 4, True), (1, 12, 4, False),
+    (1, 10, 3, False), (1, 15, 3, False),
+])  # fmt: skip
 @pytest.mark.parametrize("rows_per_program", [1, 4, 32])  # of a program of the combine kernel, of 21
 def test_each_block_of_keys_is_seen_once(monkeypatch, rows_per_program, batch, programs, heads_kv, wide_positions):
     """Scores are all 0, and the value of a key is a number of its head at its block's feature: the sums of weights
@@ -94,44 +91,6 @@ def test_each_block_of_keys_is_seen_once(monkeypatch, rows_per_program, batch, p
             counts = out[b, i] * lse[b, :, i].exp()[:, None]
             expected = blocks[:n].sum(0) * of_head.repeat_interleave(7)[:, None]
             torch.testing.assert_close(counts, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("programs", "split_cost"), [(3, 0), (8, 6)])
-@pytest.mark.parametrize(
-    ("batch", "most", "rows"), [(1, 9, 0.6), (5, 100, 0.6), (33, 100, 0.3), (140, 30, 0.5), (3, 100, 0), (140, 30, 0)]
-)
-def test_the_iteration_space_has_each_tile_with_rows_once(batch, most, rows, programs, split_cost):
-    """Sequences without queries take nothing of it, wherever they stand. All may be without queries."""
-    generator = random.Random(batch * programs + most)
-    queries = [generator.randint(1, 3) if generator.random() < rows else 0 for _ in range(batch)]
-    lengths = [generator.choice((0, 1, most, generator.randint(0, most))) * BLOCK_N for _ in range(batch)]
-    config = DecodeConfig(16, BLOCK_N, 4, 1, 1, split_cost)
-    call = problem(
-        layout="thd", batch=batch, heads_q=14, heads_kv=2, seqlen_q=3, total_q=sum(queries), capacity=most * BLOCK_N,
-        lengths=True, window_right=-1, arch=cuda.arch(torch.device(DEVICE)),
-    )  # fmt: skip
-    offsets = [0, *accumulate(queries)]
-    assert_line(call, config, lengths, offsets, queries, programs)
-
-
-@pytest.mark.parametrize(
-    ("programs", "blocks", "whole"),
-    [
-        (7, [7], True), (8, [8], False), (2, [3, 1, 0, 2, 4], True), (2, [9, 1, 0, 2, 9, 0, 0], False),
-        (35, [1] * 139 + [2], True), (70, [1, 0] * 69 + [4], True), (3, [0, 0, 60, 58, 60], True),
-    ],
-)  # fmt: skip
-def test_programs_have_whole_tiles_where_a_split_costs_more(programs, blocks, whole):
-    """Those with fewer blocks than others, or none, too."""
-    config = DecodeConfig(16, BLOCK_N, 4, 1, 1, split_cost=6)
-    queries = [min(n, 1) for n in blocks]
-    call = problem(
-        layout="thd", batch=len(blocks), heads_q=1, heads_kv=1, total_q=sum(queries), capacity=max(blocks) * BLOCK_N,
-        lengths=True, window_right=-1, arch=cuda.arch(torch.device(DEVICE)),
-    )  # fmt: skip
-    lengths, offsets = [n * BLOCK_N for n in blocks], [0, *accumulate(queries)]
-    assert bool(iteration_space(call, config, lengths, offsets, programs, [0], DEVICE).min_tile_work) == whole
-    assert_line(call, config, lengths, offsets, queries, programs)
 
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1], ids=["32 bits", "at the bound", "64 bits"])
@@ -210,10 +169,6 @@ def test_a_cache_that_grows_needs_few_compiled_kernels(changes):
     assert len(constants) == (2 if call.batch_invariant else 1)  # some chunks have programs of their own
 
 
-def test_programs_of_the_combine_kernel_have_several_rows_where_there_are_many() -> None:
-    assert [stream_k.combined_rows(n) for n in (1, 2047, 2048, 4095, 8192, 8448)] == [1, 1, 2, 2, 8, 8]
-
-
 # Three tiles of a sequence, the last with four rows; one of twelve. The combine kernel has programs for what each
 # program leaves, or for each tile.
 @pytest.mark.parametrize(("batch", "seqlen_q", "programs"), [(2, 9, 5), (1, 9, 11), (3, 3, 2), (2, 3, 7)])
@@ -251,14 +206,11 @@ def test_more_chunks_of_a_tile_than_are_read_at_once(programs, columns, monkeypa
     torch.testing.assert_close(lse[0, :, 0], torch.tensor(programs * BLOCK_N).log().expand(2), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("programs", "split_cost", "scans", "lengths"),
-    [
-        (4, 6, (1, 32), (80, 1, 0, 46)),  # whole tiles, all as long on the line as the longest
-        (4, 0, (1, 32), (16, 3, 16, 192)),  # some have a chunk from the middle of the longest
-        (8, 0, (1, 2), (16, 3, 16, 192)),  # more programs than tiles, but these are not all looked at at once
-    ],
-)
+@pytest.mark.parametrize(("programs", "split_cost", "scans", "lengths"), [
+    (4, 6, (1, 32), (80, 1, 0, 46)),  # whole tiles, all as long on the line as the longest
+    (4, 0, (1, 32), (16, 3, 16, 192)),  # some have a chunk from the middle of the longest
+    (8, 0, (1, 2), (16, 3, 16, 192)),  # more programs than tiles, but these are not all looked at at once
+])  # fmt: skip
 def test_long_sequences_beside_short_ones(programs, split_cost, scans, lengths, monkeypatch):
     """Scores are all 0."""
     monkeypatch.setattr(stream_k, "multiprocessors", lambda device: programs)
@@ -387,6 +339,19 @@ def test_no_other_memory_is_read(packed, page_size, monkeypatch):
                         q.flatten(0, 1), keys, keys, cu_seqlens_q, None, 2, most, seqused_k=lengths, **options
                     )
     assert accesses() > 100
+
+
+def test_lengths_and_padding_that_nobody_checked_end_with_the_cache(monkeypatch):
+    """Also the largest length, which more keys would make overflow."""
+    monkeypatch.setattr(kvcache, "_check_values", lambda *arguments: None)
+    q, k, v, new_k, new_v = (torch.randn(1, n, 2, 32) for n in (3, 20, 20, 4, 4))
+    whole = attend(q, k, v, causal=True)
+    length = torch.tensor([2**31 - 1], dtype=torch.int32)
+    for appended in ({}, {"k": new_k, "v": new_v}):
+        assert all(map(torch.equal, attend(q, k, v, cache_seqlens=length, causal=True, **appended), whole))
+    for padding, lse in ((-(2**31), whole[1]), (2**30, torch.full_like(whole[1], float("inf")))):
+        leftpad = torch.tensor([padding], dtype=torch.int32)
+        assert torch.equal(attend(q, k, v, cache_seqlens=20, cache_leftpad=leftpad, causal=True)[1], lse)
 
 
 @pytest.mark.parametrize("cache_dtype", ["float16", "float8_e4m3fn"])

@@ -145,19 +145,15 @@ def test_bfloat16_is_refused_on_turing(kernel):
         assert "bfloat16 needs compute capability 8.0" in reason
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"arch": "sm_80"}, "TMA needs Hopper"),
-        ({"dtype": "float32"}, "not float32"),
-        ({"aligned": False}, "not multiples of 16 bytes"),
-        ({"n": 100}, "rows of the result"),
-        ({"block": (512, 16, 16)}, "at most 256"),
-        ({"k": 2**31 - 1}, "at most 2147418112"),
-        ({"m": 2**20, "n": 2**20}, "tiles of 16 x 16"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"arch": "sm_80"}, "TMA needs Hopper"),
+    ({"dtype": "float32"}, "not float32"),
+    ({"aligned": False}, "not multiples of 16 bytes"),
+    ({"n": 100}, "rows of the result"),
+    ({"block": (512, 16, 16)}, "at most 256"),
+    ({"k": 2**31 - 1}, "at most 2147418112"),
+    ({"m": 2**20, "n": 2**20}, "tiles of 16 x 16"),
+], ids=str)  # fmt: skip
 def test_tma_refusals(changes, reason):
     described = problem(**{"arch": "sm_90", "aligned": True, **changes})
     with pytest.raises(AssertionError, match=reason):

@@ -11,6 +11,7 @@ from itertools import product
 
 import pytest
 import torch
+from nonfinite import assert_propagates
 from poison import poisoned_allocations
 from targets import TARGETS
 
@@ -57,20 +58,11 @@ CASES = sorted(set(tiles()), key=repr)
     ],
 )
 def test_tile(kind: str, head_dim: int, dtype: str, bias: str, tile: AttentionConfig, causal: bool) -> None:
+    rows, keys = (50, 70) if TARGET.interpreted else (391, 517)
     case = AttentionCase(
-        name="tile",
-        batch=1 if TARGET.interpreted else 2,
-        heads=2,
-        heads_kv=1,
-        seqlen_q=50 if TARGET.interpreted else 391,
-        seqlen_k=70 if TARGET.interpreted else 517,
-        head_dim=head_dim,
-        dtype=dtype,
-        layout="bshd",
-        causal=causal,
-        bias="1hqk" if bias else "",
-        bias_dtype=bias,
-    )
+        "tile", 1 if TARGET.interpreted else 2, 2, 1, rows, keys, head_dim, dtype=dtype, layout="bshd", causal=causal,
+        bias="1hqk" if bias else "", bias_dtype=bias,
+    )  # fmt: skip
     with ExitStack() as stack:
         stack.enter_context(use_config(kind, tile))
         stack.enter_context(poisoned_allocations())
@@ -88,3 +80,28 @@ def test_problems_that_share_a_measured_tile_have_the_same_candidates(sizes: tup
     problems = [AttentionProblem("cuda", "sm_90", "float16", "bhsd", 1, h, h, n, n, 128, 128) for h, n in sizes]
     few, many = ([candidates(kind, problem) for kind in KINDS] for problem in problems)
     assert few != many and _bucket(problems[0]) != _bucket(problems[1])
+
+
+NEIGHBOURS = {
+    "packed": {"layout": "thd", "lens_q": (37, 70, 1, 65)},
+    "samples": {"batch": 3, "seqlen_q": 70, "seq_lens": (70, 33, 1)},
+}
+
+
+@pytest.mark.parametrize("name", ["q", "v", "dout"])
+@pytest.mark.parametrize("sizes", NEIGHBOURS)
+@pytest.mark.parametrize("form", ["tma", "portable"])
+def test_memory_behind_a_sequence_reaches_no_result(form: str, sizes: str, name: str) -> None:
+    """TMA descriptors end where the tensor ends, not where a sequence does. Behind a sample there is NaN."""
+    arch = cuda.arch(torch.device(TARGET.device))
+    problem = AttentionProblem("cuda", arch, "float16", "bhsd", 4, 8, 8, 4096, 4096, 32, 32, aligned=form == "tma")
+    with ExitStack() as stack:
+        for kind in KINDS:
+            tile = candidates(kind, problem)[0]
+            if tile.form != form:
+                pytest.skip(f"{arch} has no {form} tiles")
+            stack.enter_context(use_config(kind, tile))
+        stack.enter_context(poisoned_allocations())
+        assert_propagates(
+            TARGET, AttentionCase(sizes, causal=name == "v", **NEIGHBOURS[sizes]), "v2", name, float("nan")
+        )

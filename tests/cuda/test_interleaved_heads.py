@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from targets import TARGETS
@@ -11,37 +9,14 @@ from targets import TARGETS
 if "cuda" not in TARGETS:
     pytest.skip("the cuda backend is not tested in this run", allow_module_level=True)
 
-import triton
-import triton.language as tl
 
 from diyfa.backends.cuda.attention import bwd, fwd
 from diyfa.backends.cuda.attention import launch as attention_launch
 from diyfa.backends.cuda.attention.configs import AttentionConfig
-from diyfa.backends.cuda.attention.scores import head_and_block
 from diyfa.problem import AttentionProblem, AttentionTensors
 from diyfa.testing import AttentionCase, attention_function, check_budget, make_inputs, run_case
 
 DEVICE = torch.device(TARGETS["cuda"].device)
-
-
-@triton.jit
-def _order_kernel(found_ptr, blocks, in_turns):
-    pid = tl.program_id(0)
-    head, block = head_and_block(pid, blocks, tl.num_programs(0) // blocks, in_turns)
-    tl.store(found_ptr + 2 * pid, head)
-    tl.store(found_ptr + 2 * pid + 1, block)
-
-
-@pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("heads", [1, 2, 5])
-def test_order(heads: int, blocks: int) -> None:
-    for in_turns in range(1, heads + 1):
-        found = torch.full((heads * blocks, 2), -1, dtype=torch.int32, device=DEVICE)
-        _order_kernel[(heads * blocks,)](found, blocks, in_turns)
-        first = heads - in_turns
-        one_by_one = itertools.product(range(first), range(blocks))
-        turns = ((head, block) for block, head in itertools.product(range(blocks), range(first, heads)))
-        assert [tuple(x) for x in found.tolist()] == [*one_by_one, *turns]
 
 
 def test_how_many_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

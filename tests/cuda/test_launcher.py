@@ -26,10 +26,8 @@ CASES = {
     "absent tensors": ["_fwd_kernel"],
     "descriptors": ["_fwd_kernel"],
     "descriptors of gluon": ["_fwd_sm90_kernel"],
-    "packed": [
-        "_fwd_kernel", "_clear_kernel", "_clear_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel",
-        "_bwd_dq_kernel",
-    ],
+    "packed": ["_fwd_kernel", "_clear_kernel", "_clear_kernel", "_bwd_preprocess_kernel", "_bwd_dkdv_kernel",
+        "_bwd_dq_kernel"],
 }  # fmt: skip
 
 
@@ -123,13 +121,6 @@ def test_every_dtype_that_a_call_may_have_is_known():
         assert launcher.kernel_source(launch, launch_signature(launch)).types["x_ptr"].startswith("*")
 
 
-def test_numbers_are_known_by_their_size():
-    values = [3, 1, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 0.5]
-    signature = launch_signature(make_launch(**{f"x{i}": x for i, x in enumerate([*values, None])}))
-    assert signature.kinds == ("i32", "i32", "i32", "i64", "i32", "i64", "fp32", None)
-    assert signature.values == values
-
-
 def test_numbers_beyond_float32_are_infinite():
     """A scale divided by a tiny softcap, for instance. `struct` refuses what C converts."""
     values = launch_signature(make_launch(large=1e40, less=-1e40, x=3e38, nan=float("nan"))).values
@@ -172,18 +163,6 @@ def test_one_unaligned_pointer_unaligns_all():
         assert source.constants.get("k_ptr", 0) is (None if tensors[1] is None else 0)
 
 
-def test_descriptors_are_known_by_their_tiles():
-    x = torch.zeros(64, 32, dtype=torch.float16)
-    kinds = [
-        launch_signature(make_launch(q=Tiles(y, y.shape, y.stride(), shared_box(y.dtype, block)))).kinds
-        for y, block in ((x, (16, 32)), (x[:8], (16, 32)), (x, (8, 32)), (x.bfloat16(), (16, 32)))
-    ]
-    assert kinds[0] == kinds[1] and len(set(kinds)) == 3
-    box = shared_box(x.dtype, (16, 32))
-    mixed = make_launch(n=5, q=Tiles(x, x.shape, x.stride(), box), s=0.5, x_ptr=x.float(), none=None, y_ptr=x)
-    assert launch_signature(mixed).kinds == ("i32", box, "fp32", torch.float32, None, torch.float16)
-
-
 def test_a_tensor_map_is_made_once_for_each_address(monkeypatch):
     """It is in aligned memory, and only a limited number of maps is stored."""
     made = []
@@ -221,37 +200,6 @@ def test_a_tensor_map_is_moved_only_if_its_copies_are_equal(monkeypatch):
     assert maps == [
         (each.base.data_ptr(), each.shape, each.strides, *copy) for each, copy in zip(tiles, copies, strict=True)
     ]
-
-
-def test_the_binary_key_has_everything_it_is_compiled_for(monkeypatch):
-    """And by nothing else: lengths, other strides and other addresses find it."""
-    monkeypatch.setattr(binaries, "stored_binary", lambda *arguments: SimpleNamespace(shared=0))
-    monkeypatch.setattr(launcher, "Binary", lambda *arguments: object())
-    monkeypatch.setattr(launcher, "_binaries", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    x = torch.zeros(64, 32, dtype=torch.float16)
-
-    def tiles(block):
-        return Tiles(x, x.shape, x.stride(), shared_box(x.dtype, block))
-
-    given = {"q_ptr": x, "stride_q": 16, "n": 3, "s": 0.5, "rows": tiles((16, 32)), "other_ptr": None}
-    first = make_launch(**given)
-
-    def binary(device=0, **changes):
-        fields = {name: changes.pop(name) for name in list(changes) if name in Launch._fields}
-        launch = first._replace(arguments={**given, **changes}, **fields)
-        return launcher.loaded_binary(launch, launch_signature(launch), device)
-
-    known = binary()
-    for same in ({"q_ptr": x[8:]}, {"stride_q": 32}, {"n": 4}, {"s": 1.5}, {"rows": tiles((16, 32))}, {"grid": 7}):
-        assert binary(**same) is known, same
-    others = [
-        {"q_ptr": x[0, 1:]}, {"q_ptr": x.bfloat16()}, {"q_ptr": None}, {"stride_q": 8}, {"stride_q": 1},
-        {"stride_q": 2**32}, {"n": 2**32}, {"n": None}, {"rows": tiles((8, 32))}, {"other_ptr": x}, {"device": 1},
-        {"constants": {"c": 6}}, {"options": {"num_warps": 8}}, {"aligned": ("n",)},
-        {"kernel": SimpleNamespace(params=first.kernel.params, fn=object())},
-    ]  # fmt: skip
-    assert len({id(binary(**other)) for other in others} | {id(known)}) == len(others) + 1
 
 
 def test_parameters_lie_as_a_c_struct():

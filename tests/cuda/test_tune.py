@@ -115,14 +115,10 @@ def test_stored_config_that_left_the_table_is_measured_again():
     assert second.runs == [32, 128]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"", b"{", b"[]", b'{"format": 99}', b"\xff\xfe\x00", b'{"format": 1, "identity": {}, "rows": {}}', b"7",
-        b"NaN", b"null", b"9" * 5000, b"[" * 200_000, b'{"rows":' * 100_000,
-    ],
-    ids=lambda content: content[:20].decode(errors="replace"),
-)  # fmt: skip
+@pytest.mark.parametrize("content", [
+    b"", b"{", b"[]", b'{"format": 99}', b"\xff\xfe\x00", b'{"format": 1, "identity": {}, "rows": {}}', b"7", b"NaN",
+    b"null", b"9" * 5000, b"[" * 200_000, b'{"rows":' * 100_000,
+], ids=lambda content: content[:20].decode(errors="replace"))  # fmt: skip
 def test_corrupt_or_foreign_file_is_measured_over(own_cache, content, caplog):
     kernel = FakeKernel()
     make_tuner(kernel).best("k", 1, TILES, kernel.run, TILES[0])

@@ -46,8 +46,9 @@ def case(name: str, **changes) -> AttentionCase:
 
 CASES = [
     case("full"),
-    case("even", seqlen_q=128, seqlen_k=256, heads=1, dtype="float16"),
+    case("even", seqlen_q=128, seqlen_k=256, heads=1, dtype="float16", sm_scale=-0.2),
     case("one_key", seqlen_q=64, seqlen_k=1),
+    case("zero_scale", sm_scale=0.0),
     case("causal_more_keys", causal=True, seqlen_q=70, seqlen_k=330, head_dim=128),
     case("gqa_bshd", heads=4, heads_kv=2, layout="bshd", batch=2, seqlen_q=140, seqlen_k=140, causal=True),
     case("window_both", seqlen_q=330, seqlen_k=300, window=(250, 30), head_dim=128, heads=1),
@@ -55,42 +56,37 @@ CASES = [
     case("sinks", sinks=True, causal=True),
     case("samples", batch=3, seq_lens=(130, 1, 129), seqlen_k=150, causal=True, head_dim=128, sinks=True),
     case("sequences", layout="thd", lens_q=(70, 130, 1, 0), lens_k=(130, 64, 5, 3), causal=True, sinks=True),
-    case("sequences_128", layout="thd", lens_q=(65, 200), lens_k=(128, 129), head_dim=128, slack=7),
+    case("sequences_104", layout="thd", lens_q=(65, 200), lens_k=(128, 129), head_dim=104, slack=7),
     case("columns_40", head_dim=40),
     case("large_scores", sm_scale=4.0, causal=True),
     # Products stop within the last box of 64 columns.
     case("columns_96_causal", head_dim=96, causal=True),
-    case("columns_72_samples", head_dim=72, batch=2, seq_lens=(130, 70), seqlen_k=150, seqlen_q=150),
+    case("columns_88_samples", head_dim=88, batch=2, seq_lens=(130, 70), seqlen_k=150, seqlen_q=150),
     case("alibi_gqa_bshd", alibi="bh", batch=2, heads=4, heads_kv=2, layout="bshd", seqlen_q=70),
     # Slopes of published models are at most 1. A negative one prefers the farthest keys.
     case(
-        "alibi_rows_without_keys", alibi="h", slopes=(4.0, -1.0), causal=True, head_dim=128, seqlen_q=200, seqlen_k=130
+        "alibi_rows_without_keys", alibi="h", slopes=(4.0, -1.0), causal=True, softcap=5.0, head_dim=128, seqlen_q=200
     ),
+    case("alibi_window", alibi="bh", batch=2, window=(70, 20), softcap=5.0, head_dim=80, heads=1),
     case("alibi_packed", layout="thd", lens_q=(70, 130, 1, 0), lens_k=(130, 64, 5, 3), alibi="h", slopes=(64.0, -0.5)),
 ]
-MORE = [  # each takes seconds; the others have what they have, too
-    case("128", head_dim=128),
-    case("causal", causal=True, head_dim=128),
-    case("causal_more_queries", causal=True, seqlen_q=300, seqlen_k=130),
-    case("transposed", view="transposed", causal=True),
-    case("packed_qkv", layout="bshd", packing="qkv", heads_kv=2, seqlen_q=160, seqlen_k=160),
-    case("window", seqlen_q=330, seqlen_k=330, window=(70, 0)),
-    case("softcap", softcap=5.0),
-    case("sinks_samples", sinks=True, batch=3, seq_lens=(150, 3, 80), seqlen_k=150),
-    case("columns_96", head_dim=96, dtype="float16"),
-    case("columns_80", head_dim=80, causal=True, seqlen_q=300, seqlen_k=130),
-    case("columns_88_sequences", head_dim=88, layout="thd", lens_q=(65, 200), lens_k=(128, 129), slack=7),
-    case("columns_80_softcap", head_dim=80, softcap=5.0),
-    case("columns_104", head_dim=104),
-    case("negative_scale", sm_scale=-0.2),
-    case("zero_scale", sm_scale=0.0),
-    case("alibi_more_keys", alibi="h", slopes=(1.0, 0.25), seqlen_q=70, seqlen_k=330, head_dim=128),
-    case("alibi_more_queries", alibi="bh", slopes=(2.0, 0.0, -0.25), batch=2, seqlen_q=300, seqlen_k=130),
-    case("alibi_one_key", alibi="h", slopes=(1000.0, -8.0), seqlen_q=64, seqlen_k=1),
-    case("alibi_window", alibi="h", window=(70, 20), softcap=5.0, seqlen_q=330, seqlen_k=330, head_dim=128, heads=1),
-    case("alibi_samples", alibi="bh", batch=3, seq_lens=(150, 3, 80), seqlen_k=150, head_dim=96, sm_scale=-0.2),
-    case("alibi_large_scores", alibi="h", slopes=(0.5, 2.0), sm_scale=4.0, causal=True, dtype="float16"),
-]
+PROBLEM = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 2, 64, 64, 64, 64)
+
+
+def zeros(problem: AttentionProblem, device: str = "cpu") -> list[torch.Tensor]:
+    """Return q, k, v and out of zeros."""
+    queries, keys = (problem.heads_q, problem.seqlen_q), (problem.heads_kv, problem.seqlen_k)
+    columns = (problem.head_dim, problem.head_dim, problem.head_dim_v, problem.head_dim_v)
+    shapes = [(problem.batch, *rows, d) for rows, d in zip((queries, keys, keys, queries), columns, strict=True)]
+    return [torch.zeros(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+
+
+def launcher_of(problem: AttentionProblem, device: str = "cpu", **features: Any) -> bwd_launch.Sm90Backward:
+    """Return the launcher of the backward pass over `zeros`."""
+    q, k, v, _ = zeros(problem, device)
+    lse = torch.zeros(problem.lse_shape, device=device)
+    tensors = AttentionTensors(q, k, v, 1.0, **features)
+    return bwd_launch.Sm90Backward(problem, tensors, bwd_configs.select_config(problem), lse, torch.empty_like(q))
 
 
 @pytest.mark.parametrize(
@@ -98,87 +94,50 @@ MORE = [  # each takes seconds; the others have what they have, too
 )
 def test_columns_of_the_last_box(head_dim: int, columns: int) -> None:
     """All that there are, and no more than a product needs: 48 is no multiple of what dQ is added up by."""
-    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 128, 128, head_dim, head_dim)
-    assert bwd_configs.last_columns(problem) == columns
-
-
-@pytest.mark.parametrize(
-    "case",
-    [*(pytest.param(c, id=c.name) for c in CASES), *(pytest.param(c, id=c.name, marks=pytest.mark.slow) for c in MORE)],
-)
-def test_gradients(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = interpret_backward(monkeypatch, seed=3)
-    assert not run_backward(case)
-    assert kernel.launches == 1
+    assert bwd_configs.last_columns(PROBLEM.replace(head_dim=head_dim)) == columns
 
 
 WIDE = [
-    case("256", head_dim=256, seqlen_q=70, seqlen_k=100, causal=True),
+    case("256", head_dim=256, seqlen_q=70, seqlen_k=100, batch=2, seq_lens=(100, 65), causal=True),
     # Blocks that need a mask stand behind those that need none.
     case("left", head_dim=128, head_dim_v=64, heads=1, seqlen_q=200, seqlen_k=131, window=(66, -1), softcap=5.0),
     case("alibi", head_dim=200, alibi="bh", batch=2, slopes=(1.0, -0.5, 0.1), seqlen_q=100, seqlen_k=70, causal=True),
-]
-MORE_WIDE = [
-    case("64_128", head_dim=64, head_dim_v=128, heads=4, heads_kv=2, causal=True, softcap=5.0),
-    case("256_72", head_dim=256, head_dim_v=72, window=(60, 30), dtype="float16"),
-    case("200", head_dim=200, batch=2, seq_lens=(130, 65), seqlen_k=150),
-    case("136", head_dim=136, seqlen_q=70, seqlen_k=100, causal=True),
-    case("samples_128_64", head_dim=128, head_dim_v=64, batch=3, seq_lens=(65, 30, 128), seqlen_q=128, seqlen_k=128),
-    case("256_192", head_dim=256, head_dim_v=192, seqlen_q=70, seqlen_k=100, sinks=True),
-    case("192_128_softcap", head_dim=192, head_dim_v=128, seqlen_q=70, seqlen_k=100, softcap=5.0, causal=True),
-    case("72_192", head_dim=72, head_dim_v=192, layout="thd", lens_q=(70, 3), lens_k=(65, 130)),
-    case("192_128_alibi", head_dim=192, head_dim_v=128, seqlen_q=150, seqlen_k=100, alibi="h", slopes=(1.0, -0.2)),
-    case("72_192_alibi", head_dim=72, head_dim_v=192, seqlen_q=70, seqlen_k=100, alibi="h", softcap=5.0),
+    case("72_192", head_dim=72, head_dim_v=192, layout="thd", lens_q=(70, 3), lens_k=(65, 130), sinks=True),
 ]
 MLA = [
     # The last sequences are shorter than the longest.
     case("sequences", layout="thd", lens_q=(70, 0, 66, 1), lens_k=(65, 3, 130, 5), head_dim=192, head_dim_v=128),
-    case("causal", head_dim=192, head_dim_v=128, seqlen_q=100, seqlen_k=150, causal=True, sm_scale=1.0),
-]
-MORE_MLA = [
-    case("left", head_dim=192, head_dim_v=128, heads=1, seqlen_q=330, seqlen_k=300, window=(250, 30), dtype="float16"),
-    case("samples", head_dim=136, head_dim_v=72, batch=2, seq_lens=(130, 65), seqlen_k=150, sinks=True),
-    case("sequences_sinks", layout="thd", lens_q=(70, 3), lens_k=(65, 130), head_dim=192, head_dim_v=128, sinks=True),
-    case("gqa", head_dim=160, head_dim_v=40, heads=4, heads_kv=2, layout="bshd", causal=True),
+    case("causal", head_dim=192, head_dim_v=128, seqlen_q=100, seqlen_k=150, causal=True, sm_scale=1.0, sinks=True),
+    case("left", head_dim=136, head_dim_v=72, heads=1, seqlen_q=200, seqlen_k=170, window=(130, 30), dtype="float16"),
+    case("samples", head_dim=160, head_dim_v=40, batch=2, seq_lens=(130, 65), seqlen_k=150, layout="bshd"),
 ]
 
 
-@pytest.mark.parametrize(("form", "case"), [
-    *(pytest.param("columns", c, id=f"wide-{c.name}") for c in WIDE),
-    *(pytest.param("columns", c, id=f"wide-{c.name}", marks=pytest.mark.slow) for c in MORE_WIDE),
-    *(pytest.param("mla", c, id=f"latent-{c.name}") for c in MLA),
-    *(pytest.param("mla", c, id=f"latent-{c.name}", marks=pytest.mark.slow) for c in MORE_MLA),
-])  # fmt: skip
-def test_gradients_of_wide_heads(form: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreted = interpret_backward(monkeypatch, seed=3, interleave=True, form=form)
+def in_forms(**cases: list[AttentionCase]) -> pytest.MarkDecorator:
+    """Parametrise a test by the form of the kernel that takes a case, and the case."""
+    every = [pytest.param(form, case, id=f"{form}-{case.name}") for form, some in cases.items() for case in some]
+    return pytest.mark.parametrize(("form", "case"), every)
+
+
+@in_forms(keys=CASES, columns=WIDE, mla=MLA)
+def test_gradients(form: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = interpret_backward(monkeypatch, seed=3, interleave=form != "keys", form=form)
     assert not run_backward(case)
-    assert interpreted.launches == 1
+    assert kernel.launches == 1
 
 
-SUMMED = [
-    case("dense_128", head_dim=128, causal=True, seqlen_q=70, seqlen_k=150, heads=4, heads_kv=2, layout="bshd"),
-    case("samples", batch=2, seq_lens=(130, 65), seqlen_k=150),
-    case("sequences", layout="thd", lens_q=(70, 0, 9), lens_k=(65, 3, 130), slack=5),
-    case("columns_80", head_dim=80, seqlen_q=70, seqlen_k=150),
-    case("block_mask", mask="1h:128:0.6", head_dim=128),
-]
-SUMMED_BY = {
-    "keys": SUMMED,
-    "columns": [
-        case("wide", head_dim=200, head_dim_v=72, seqlen_q=70, seqlen_k=100),
+@in_forms(
+    keys=[
+        case("dense_128", head_dim=128, causal=True, seqlen_q=70, seqlen_k=150, heads=4, heads_kv=2, layout="bshd"),
+        case("samples_80", head_dim=80, batch=2, seq_lens=(130, 65), seqlen_k=150),
+        case("sequences", layout="thd", lens_q=(70, 0, 9), lens_k=(65, 3, 130), slack=5),
+        case("block_mask", mask="1h:128:0.6", head_dim=128),
+    ],
+    columns=[
         case("wide_192", head_dim=192, head_dim_v=192, seqlen_q=70, seqlen_k=100),
-        case(
-            "wide_packed", heads=1, head_dim=200, head_dim_v=72, layout="thd", lens_q=(70, 9), lens_k=(65, 7), slack=5
-        ),
+        case("packed", heads=1, head_dim=200, head_dim_v=72, layout="thd", lens_q=(70, 9), lens_k=(65, 7), slack=5),
     ],
-    "mla": [
-        case("latent_sequences", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1), lens_k=(65, 3), slack=5)
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("form", "case"), [pytest.param(form, case, id=case.name) for form, cases in SUMMED_BY.items() for case in cases]
+    mla=[case("packed", head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1), lens_k=(65, 3), slack=5)],
 )
 def test_gradients_that_are_to_be_added_up(form: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come in float32, are the others before those are rounded, and nothing else is written."""
@@ -201,28 +160,19 @@ def test_gradients_that_are_to_be_added_up(form: str, case: AttentionCase, monke
         assert torch.equal(wide.to(q.dtype), narrow) and not torch.equal(wide, narrow.float())
 
 
-PARTS = {
-    "keys": [
+@in_forms(
+    keys=[
         case("heads_bshd", heads=8, heads_kv=2, layout="bshd", batch=2, seqlen_q=70, seqlen_k=140, causal=True),
-        case("all_of_a_head", heads=3, head_dim=128, seqlen_q=70, causal=True),
+        case("all_of_a_head", heads=3, head_dim=128, seqlen_q=70, alibi="h", causal=True),
         case("samples", heads=4, batch=2, seq_lens=(130, 65), seqlen_k=150, sinks=True, dtype="float16"),
         case("sequences", heads=4, layout="thd", lens_q=(70, 0, 9), lens_k=(65, 3, 130), slack=5, head_dim=40),
-        case("columns_72", heads=4, seqlen_q=70, head_dim=72),
-        case("transposed", heads=4, heads_kv=2, view="transposed", seqlen_q=70, window=(60, 10)),
-        case("alibi", heads=8, heads_kv=2, seqlen_q=70, alibi="h", causal=True),
+        case("transposed_72", heads=4, heads_kv=2, view="transposed", seqlen_q=70, head_dim=72, window=(60, 10)),
     ],
-    "columns": [
+    columns=[
         case("wide", head_dim=200, head_dim_v=72, seqlen_q=70, seqlen_k=100),
         case("five_parts_wider_v", batch=2, heads=5, head_dim_v=136, seqlen_q=64, seqlen_k=40),
     ],
-    "mla": [
-        case("latent", heads=4, head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1), lens_k=(65, 3), slack=5)
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("form", "case"), [pytest.param(form, case, id=case.name) for form, cases in PARTS.items() for case in cases]
+    mla=[case("packed", heads=4, head_dim=192, head_dim_v=128, layout="thd", lens_q=(70, 1), lens_k=(65, 3), slack=5)],
 )
 def test_groups_divided_among_programs(form: str, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into parts of two query heads or, where a group is small or odd, of one: more programs, the same gradients."""
@@ -329,23 +279,20 @@ def test_which_heads_take_turns(widths: tuple[int, int], monkeypatch: pytest.Mon
     """Half of those at work: where blocks of keys differ in length and may come in any order, or where those of a head
     would all begin with the same queries, for which they wait for each other."""
     monkeypatch.setattr(bwd_launch, "multiprocessors", lambda device: 132)
-    d, dv = widths
-    q, k, v, dout, lse = (torch.zeros(1, 40, 640, *columns) for columns in ((d,), (d,), (dv,), (dv,), ()))
-    q, k, v, dout = (x.bfloat16() for x in (q, k, v, dout))
-    causal = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 40, 40, 640, 640, d, dv, -1, 0)
-    found = []
-    for problem in (causal, causal.replace(window_left=100), causal.replace(window_right=-1)):
-        tensors = AttentionTensors(q, k, v, 0.1)
-        backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.select_config(problem), lse, q)
-        found.append(backward.gradient(dout, k, v).arguments["interleaved_heads"])
-    assert found == [14 if d == 256 else 20, 1, 1]
-    if d == 64:
+    size = {"heads_q": 40, "heads_kv": 40, "seqlen_q": 640, "seqlen_k": 640}
+    every = PROBLEM.replace(head_dim=widths[0], head_dim_v=widths[1], **size)
+
+    def interleaved(*masks: tuple[int, int], deterministic: bool = False) -> list[int]:
         found = []
-        for right, left in ((0, -1), (-1, -1), (-1, 100)):
-            problem = causal.replace(deterministic=True, window_right=right, window_left=left)
-            backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.select_config(problem), lse, q)
-            found.append(backward.gradient(dout, k, v).arguments["interleaved_heads"])
-        assert found == [1, 14, 1]
+        for left, right in masks:
+            problem = every.replace(window_left=left, window_right=right, deterministic=deterministic)
+            _, k, v, out = zeros(problem)
+            found.append(launcher_of(problem).gradient(out, k, v).arguments["interleaved_heads"])
+        return found
+
+    assert interleaved((-1, 0), (100, 0), (-1, -1)) == [14 if widths[0] == 256 else 20, 1, 1]
+    if widths == (64, 64):
+        assert interleaved((-1, 0), (-1, -1), (100, -1), deterministic=True) == [1, 14, 1]
 
 
 @pytest.mark.parametrize("divided", [False, True])
@@ -356,8 +303,7 @@ def test_programs_wait_for_lower_numbers_only(
 ) -> None:
     """A share is drawn behind all keys of its head, and keys of a head behind all shares of the one that had its
     memory: those that wait may be all that run."""
-    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 1, 1, 64, 64, 64, 64, -1, window_right)
-    problem = problem.replace(deterministic=deterministic)
+    problem = PROBLEM.replace(window_right=window_right, deterministic=deterministic)
     in_turns = deterministic == (window_right < 0)
     seen = set()
     for multiprocessors in (1, 2, 132):
@@ -366,12 +312,8 @@ def test_programs_wait_for_lower_numbers_only(
             heads_kv = 1 if divided else heads
             monkeypatch.setattr(bwd_partials, "count_subgroups", lambda *_, subgroups=heads // heads_kv: subgroups)
             some = problem.replace(heads_q=heads, heads_kv=heads_kv, seqlen_k=seqlen_k)
-            q, k = (torch.empty(1, heads, n, 64, device="meta").bfloat16() for n in (64, seqlen_k))
-            lse = torch.empty(1, heads, 64, device="meta")
-            dq = torch.empty(1, heads, 64, 64).bfloat16()
-            config = bwd_configs.select_config(some)
-            backward = bwd_launch.Sm90Backward(some, AttentionTensors(q, k, k, 1.0), config, lse, dq)
-            blocks, slots, delay = -(-seqlen_k // config.block_n), backward.slots, backward.delay
+            backward, block_n = launcher_of(some, "meta"), bwd_configs.select_config(some).block_n
+            blocks, slots, delay = -(-seqlen_k // block_n), backward.slots, backward.delay
             order = drawn(heads, blocks, backward.interleaved_heads, deterministic)
             first, last = {}, {}
             for number, (head, _) in enumerate(order):
@@ -409,24 +351,14 @@ def test_dq_is_the_same_whoever_converts_it(head_dim: int, monkeypatch: pytest.M
 
 # Sizes and masks that begin and end within blocks: heads, heads_kv, Sq, Sk, head_dim, bounds.
 DETERMINISTIC = {
-    "full": (2, 1, 130, 300, 64, -1, -1),
-    "heads": (5, 5, 130, 200, 64, -1, 0),
-    "window": (1, 1, 330, 300, 64, 70, 40),
-}
-MORE_DETERMINISTIC = {
-    "causal": (1, 1, 200, 390, 128, -1, 0),
-    "more queries": (1, 1, 330, 260, 64, -1, 0),
-    "columns 96": (2, 1, 130, 300, 96, -1, -1),
-    "left": (1, 1, 330, 390, 128, 100, -1),
-}
+    "full": (2, 1, 130, 300, 64, -1, -1), "heads_96": (5, 5, 130, 200, 96, -1, 0),
+    "window_128": (1, 1, 200, 300, 128, 70, 40), "wide": (2, 1, 130, 200, 136, -1, 0),
+    "latent": (1, 1, 70, 130, (136, 72), -1, -1),
+}  # fmt: skip
 
 
 def sums(
-    sizes: tuple[Any, ...],
-    seed: int,
-    kernels: ModuleType = hopper_bwd,
-    n_keys: int | None = None,
-    at_once: bool = True,
+    sizes: tuple[Any, ...], seed: int, kernels: ModuleType = hopper_bwd, n_keys: int | None = None, at_once: bool = True
 ) -> list[torch.Tensor]:
     """[dq, dk, dv] with `deterministic` of programs that run all at once, or each when the one before has ended.
     `n_keys`: where the sample ends."""
@@ -449,24 +381,25 @@ def sums(
     return [gradients.dq, gradients.dk, gradients.dv]
 
 
-WIDE_DETERMINISTIC = {"wide": (2, 1, 130, 200, 136, -1, 0), "latent": (1, 1, 70, 130, (136, 72), -1, -1)}
+def assert_same_bits(name: str) -> None:
+    """Programs that run all at once, in two orders, and one after another compute the same gradients.
 
-
-@pytest.mark.parametrize("sizes", [
-    *(pytest.param(sizes, id=name) for name, sizes in (DETERMINISTIC | WIDE_DETERMINISTIC).items()),
-    *(pytest.param(sizes, id=name, marks=pytest.mark.slow) for name, sizes in MORE_DETERMINISTIC.items()),
-])  # fmt: skip
-def test_deterministic(sizes: tuple[Any, ...]) -> None:
-    first, other = (sums(sizes, seed) for seed in (0, 5))
+    The last shows that no program waits for one that has not started: the GPU may be full of other kernels."""
+    first, *others = (
+        sums(DETERMINISTIC[name], seed, at_once=at_once) for seed, at_once in ((0, True), (5, True), (0, False))
+    )
     assert first[0].count_nonzero()
-    assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_deterministic(name: str) -> None:
+    assert_same_bits(name)
 
 
 def test_deterministic_with_a_group_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bwd_partials, "count_subgroups", lambda problem, *_: problem.heads_q // problem.heads_kv)
-    first, other = (sums(DETERMINISTIC["full"], seed) for seed in (0, 5))
-    assert first[0].count_nonzero()
-    assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+    assert_same_bits("full")
 
 
 @pytest.mark.parametrize("lens", [((60,), (200,)), ((200, 60), (60, 60))], ids=["keys", "queries"])
@@ -494,12 +427,6 @@ def test_sequences_longer_than_said_end(lens: tuple[tuple[int, ...], ...], monke
             assert x[first : first + min(n, longest)].count_nonzero()
             assert not x[first + longest : first + n].count_nonzero()
             first += n
-
-
-def test_no_program_waits_for_one_that_has_not_started() -> None:
-    """The GPU may be full of other kernels that wait, too: who comes first takes blocks of keys in their order."""
-    apart, together = (sums(DETERMINISTIC["full"], 0, at_once=at_once) for at_once in (False, True))
-    assert all(torch.equal(x, y) for x, y in zip(apart, together, strict=True))
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "n_keys"), [(256, 512, 384), (128, 129, None)])
@@ -532,11 +459,7 @@ def test_an_output_that_is_not_aligned_is_copied(shift: str) -> None:
 def test_parts_of_the_workspace_are_aligned(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where blocks of queries are odd in number: Triton compiles a kernel again for an address that is not."""
     monkeypatch.setattr(bwd_partials, "count_subgroups", lambda *_: 3)
-    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 3, 1, 64, 64, 64, 64)
-    problem = problem.replace(deterministic=deterministic)
-    q, lse = torch.zeros(1, 3, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 3, 64)
-    config = bwd_configs.select_config(problem)
-    backward = bwd_launch.Sm90Backward(problem, AttentionTensors(q, q[:, :1], q[:, :1], 1.0), config, lse, q)
+    backward = launcher_of(PROBLEM.replace(heads_q=3, heads_kv=1, deterministic=deterministic))
     memory = [backward.dq, backward.statistics, backward.counter, backward.counts, backward.semaphores]
     memory += backward.dk_dv_partials
     assert [x.storage_offset() % 4 for x in memory if x is not None] == [0] * (6 + deterministic)
@@ -549,14 +472,11 @@ def test_parts_of_the_workspace_are_aligned(deterministic: bool, monkeypatch: py
 def test_calls_can_be_repeated_past_the_launcher(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """What repeats a launch for other addresses (`runtime/passes.py`) takes kernels whose tensors come first only."""
     monkeypatch.setattr(bwd_partials, "count_subgroups", lambda problem, *_: problem.heads_q // problem.heads_kv)
-    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 2, 64, 64, 64, 64).replace(**changes)
-    problem = problem.replace(head_dim_v=problem.head_dim)
-    q, k, v, out, dout, dq, dk, dv = (torch.zeros(1, 2, 64, problem.head_dim).bfloat16() for _ in range(8))
+    problem = PROBLEM.replace(**changes).replace(head_dim_v=changes.get("head_dim", 64))
     lengths = torch.tensor([64], dtype=torch.int32) if problem.seq_lens else None
-    slopes = torch.zeros(2) if problem.alibi else None
-    tensors, lse = AttentionTensors(q, k, v, 1.0, seq_lens=lengths, alibi_slopes=slopes), torch.zeros(1, 2, 64)
-    backward = bwd_launch.Sm90Backward(problem, tensors, bwd_configs.select_config(problem), lse, dq)
-    for launch in backward.launches(out, dout, None, None, AttentionGradients(dq, dk, dv)):
+    backward = launcher_of(problem, seq_lens=lengths, alibi_slopes=torch.zeros(2) if problem.alibi else None)
+    q, k, v, out = zeros(problem)
+    for launch in backward.launches(out, torch.zeros_like(out), None, None, AttentionGradients(q, k, v)):
         handed_on = {name for name, x in launch.arguments.items() if type(x) not in (int, float)}
         # Whose address is nothing: the replay could not tell where it lies.
         assert not any(isinstance(x, torch.Tensor) and not x.numel() for x in launch.arguments.values())
@@ -587,9 +507,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_it_refuses(words: str) -> None:
-    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 4, 2, 512, 512, 64, 64)
-    assert bwd_configs.refuses(problem) is None
-    assert words in (bwd_configs.refuses(problem.replace(**REFUSED[words])) or "")
+    assert bwd_configs.refuses(PROBLEM) is None
+    assert words in (bwd_configs.refuses(PROBLEM.replace(**REFUSED[words])) or "")
 
 
 @pytest.mark.parametrize("d, dv, softcap, columns", [
@@ -606,30 +525,16 @@ def test_which_kernel_takes_which_heads(d: int, dv: int, softcap: float, columns
         assert bwd_configs.select_config(changed) == bwd_configs.CONFIGS[256 if columns == 192 else columns]
 
 
-@pytest.mark.parametrize("boxes", range(2, 5))
-@pytest.mark.parametrize("boxes_v", range(2, 5))
-def test_a_kernel_for_dq_alone_copies_a_block_ahead(boxes: int, boxes_v: int) -> None:
-    """Where K and V do not share their stages each has two; where they do, three are enough."""
-    stages = bwd_configs.dq_stages(boxes, boxes_v)
-    assert stages >= 3 if boxes == boxes_v else stages == 4
-    of_keys = stages * boxes if boxes == boxes_v else stages // 2 * (boxes + boxes_v)
-    assert (2 * (boxes + boxes_v) + of_keys) * 64 * 64 * 2 <= bwd_configs.SHARED_MEMORY
-
-
 @pytest.mark.parametrize("head_dim, programs", [(128, [3, 6]), (192, [6, 6])])
 def test_programs_stay_where_blocks_of_keys_are_many(
     head_dim: int, programs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", 1, 2, 2, 64, 260, head_dim, 128)
-    q, do, k, v = (
-        torch.zeros(1, 2, s, d).bfloat16() for s, d in ((64, head_dim), (64, 128), (260, head_dim), (260, 128))
-    )
-    tensors, config = AttentionTensors(q, k, v, 1.0), bwd_configs.select_config(problem)
+    problem = PROBLEM.replace(seqlen_k=260, head_dim=head_dim, head_dim_v=128)
+    _, k, v, out = zeros(problem)
     grids = []
     for count in (3, 7):
         monkeypatch.setattr(bwd_launch, "multiprocessors", lambda device, count=count: count)
-        backward = bwd_launch.Sm90Backward(problem, tensors, config, torch.zeros(1, 2, 64), q)
-        grids.append(backward.gradient(do, torch.empty_like(k), torch.empty_like(v)).grid)
+        grids.append(launcher_of(problem).gradient(out, k, v).grid)
     assert grids == programs
 
 

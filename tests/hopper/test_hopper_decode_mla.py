@@ -68,24 +68,13 @@ CASES = [
     case("tokens_end_in_two_blocks", 130, 65, page_size=128, seqlen_q=3, heads=32, heads_kv=2),
     case("leftpad", 70, 135, leftpad=(7, 66), batch_idx=True, causal=False, heads=8),
     case("append", 60, added=4, seqlen_q=4, heads=8),
+    case("whole_cache", 128, 128, by="none", causal=False, heads=192, dtype="float16"),
+    case("more_sequences_than_lanes", *(range(5, 400, 10)), heads=8),
     case("heads_128", 130, 64, heads=128, seqlen_q=2),
 ]
-MORE = [
-    case("one_key", 1, causal=False),
-    case("larger_pages", 300, 5, page_size=128, dtype="float16"),
-    case("several_tokens", 70, 3, 0, seqlen_q=7, spare=3),
-    case("heads_192", 130, heads=192),
-    case("two_heads_of_keys", 70, 200, heads=32, heads_kv=2, causal=False),
-    case("int_length", 90, 90, by="int"),
-    case("whole_cache", 128, 128, by="none", causal=False),
-    case("more_sequences_than_lanes", *(range(5, 400, 10)), heads=8),
-]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*(pytest.param(c, id=c.name) for c in CASES), *(pytest.param(c, id=c.name, marks=pytest.mark.slow) for c in MORE)],
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_out_and_lse(case: CacheCase, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret(monkeypatch, programs=3)
     check(case)

@@ -121,14 +121,9 @@ def many(more: float, blocks: int, mean: float, equal: bool) -> EqualKeys:
 
 
 CASES = [
-    few(0.09375, 30.0, 2),
-    few(0.09375, 30.0, 3),
-    few(0.34375, 60.0, 3),
-    many(0.0037, 6, 0.0, equal=True),
-    many(0.34375, 16, 0.0, equal=True),
-    many(0.0037, 4, 1.0, equal=False),
-    many(0.6, 12, 1.0, equal=False),
-]
+    few(0.09375, 30.0, 2), few(0.09375, 30.0, 3), few(0.34375, 60.0, 3), many(0.0037, 6, 0.0, equal=True),
+    many(0.34375, 16, 0.0, equal=True), many(0.0037, 4, 1.0, equal=False), many(0.6, 12, 1.0, equal=False),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fixed_max", [True, False])

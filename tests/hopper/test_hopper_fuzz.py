@@ -10,7 +10,6 @@ import os
 
 import hopper_interpreted
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +17,7 @@ from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.runtime.launch import is_interpreting
 from diyfa.testing import YARDSTICK_DRAWS, AttentionCase
 
-ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not is_interpreting() and not ON_HOPPER, reason="neither interpreter nor sm_90 GPU")
+pytestmark = hopper_interpreted.runs_the_kernel
 EXAMPLES = int(os.environ.get("DIYFA_FUZZ", "0"))
 
 
@@ -78,7 +76,6 @@ def test_random_cases(monkeypatch: pytest.MonkeyPatch) -> None:
                 hopper_interpreted.take_all(patches)
             if small:
                 patches.setattr(hopper_configs, "FULL_GPU", 1 << 30)
-            device = "cpu" if is_interpreting() else "cuda"
-            assert not hopper_interpreted.run(case, 4 * YARDSTICK_DRAWS, device), (case, small)
+            assert not hopper_interpreted.run(case, 4 * YARDSTICK_DRAWS, hopper_interpreted.DEVICE), (case, small)
 
     check()

@@ -12,25 +12,21 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+import hopper_gluon  # noqa: F401
 import matrix_product
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import interpret_prefill, interpreted_only
+from poison import poisoned_allocations
 
-need_hopper_gluon()
+import diyfa
+from diyfa import plan as planning
+from diyfa.backends.cuda.attention import decode, decode_configs
+from diyfa.backends.cuda.hopper import configs, prefill_configs
+from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
+from diyfa.problem import AttentionProblem, as_kvcache_problem
 
-from hopper_interpreted import interpret_prefill  # noqa: E402
-from poison import poisoned_allocations  # noqa: E402
-
-import diyfa  # noqa: E402
-from diyfa import plan as planning  # noqa: E402
-from diyfa.backends.cuda.attention import decode, decode_configs  # noqa: E402
-from diyfa.backends.cuda.hopper import configs, prefill_configs  # noqa: E402
-from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.problem import AttentionProblem, as_kvcache_problem  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 BLOCK_N, CHUNK = 64, 128  # several chunks of few keys
 CASES: dict[str, dict[str, Any]] = {

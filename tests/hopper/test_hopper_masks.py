@@ -5,26 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import hopper_gluon  # noqa: F401
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+from hopper_interpreted import interpret, interpreted_only, kernel_source, load_kernel, near_the_reference, run
 
-need_hopper_gluon()
+import diyfa
+from diyfa import BlockMask, block_mask, masks
+from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.backends.cuda.hopper import prefill_configs
+from diyfa.backends.cuda.hopper.configs import Sm90Config
+from diyfa.features import SCORE_EXAMPLE
+from diyfa.problem import AttentionProblem
+from diyfa.reference import reference_attention
+from diyfa.testing import AttentionCase
 
-from hopper_interpreted import interpret, kernel_source, load_kernel, near_the_reference, run  # noqa: E402
-
-import diyfa  # noqa: E402
-from diyfa import BlockMask, block_mask, masks  # noqa: E402
-from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
-from diyfa.backends.cuda.hopper import prefill_configs  # noqa: E402
-from diyfa.backends.cuda.hopper.configs import Sm90Config  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.features import SCORE_EXAMPLE  # noqa: E402
-from diyfa.problem import AttentionProblem  # noqa: E402
-from diyfa.reference import reference_attention  # noqa: E402
-from diyfa.testing import AttentionCase  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 TWO = Sm90Config(2, 128, 4, True, 240, 24)
 DYNAMIC = replace(TWO, persistent=True, scheduler="dynamic", pingpong=True, pairs=True)

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 from fixed_forward import results_from_forward
-from hopper_interpreted import interpret, interpret_backward, run_backward, take_all
+from hopper_interpreted import (
+    DEVICE,
+    interpret,
+    interpret_backward,
+    interpreted_only,
+    run_backward,
+    runs_the_kernel,
+    take_all,
+)
 from poison import poisoned_allocations
 from test_hopper_features import DYNAMIC, TWO
 
@@ -21,8 +29,7 @@ from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.backends.cuda.runtime.launch import is_interpreting
 from diyfa.testing import AttentionCase, assert_within_budget, attention_function, make_inputs
 
-ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not is_interpreting() and not ON_HOPPER, reason="neither interpreter nor sm_90 GPU")
+pytestmark = runs_the_kernel
 
 DIRECT = replace(DYNAMIC, separate_o_buffer=False, store_from_registers=True)
 RUNNING = replace(TWO, fixed_max=False)
@@ -104,7 +111,7 @@ CASES = [
 def check(case: AttentionCase, config: Sm90Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's out and lse, and the gradients that follow, are within their budgets."""
     (interpret if is_interpreting() else take_all)(monkeypatch, config)
-    inputs = make_inputs(case, "cpu" if is_interpreting() else "cuda")
+    inputs = make_inputs(case, DEVICE)
     attend = attention_function(case, backend="cuda", variant="sm90")
     with torch.no_grad(), poisoned_allocations():
         out, lse = attend(*inputs.leaves, return_lse=True, **inputs.options)
@@ -124,19 +131,7 @@ def test_every_accumulator_follows_the_maximum(pairs: bool, monkeypatch: pytest.
     check(rising, config, monkeypatch)
 
 
-@pytest.mark.skipif(not is_interpreting(), reason="runs the kernels in the interpreter")
-@pytest.mark.parametrize(
-    "case",
-    [
-        case("16", (MIDDLE, 16)),
-        pytest.param(case("30_causal", (0.4, 30), causal=True, seqlen_q=300), marks=pytest.mark.slow),
-        pytest.param(packed("60_packed", (MIDDLE, 60)), marks=pytest.mark.slow),
-        pytest.param(case("30_alibi", (MIDDLE, 30), alibi="h", slopes=(0.25,)), marks=pytest.mark.slow),
-        pytest.param(case("20_d128_gqa", (MIDDLE, 20), heads=2, heads_kv=1, head_dim=128), marks=pytest.mark.slow),
-        pytest.param(case("30_float16", (MIDDLE, 30), dtype="float16"), marks=pytest.mark.slow),
-    ],
-    ids=lambda case: case.name,
-)
-def test_both_passes(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+@interpreted_only
+def test_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_backward(monkeypatch)
-    assert not run_backward(case)
+    assert not run_backward(case("16", (MIDDLE, 16)))

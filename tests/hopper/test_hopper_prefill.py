@@ -40,45 +40,32 @@ def check(case: CacheCase) -> None:
 
 
 PACKED = {"lens_q": (1, 130, 0, 30), "by": "used"}
-CASES = {
-    "pages_of_16": (case("pages_of_16", 200, 33, 0, 70, page_size=16), PERSISTENT),
-    "pages_of_64": (case("pages_of_64", 300, 65, page_size=64), PERSISTENT),
-    "pages_of_a_tile": (case("pages_of_a_tile", 300, 128, page_size=128, heads=3), PERSISTENT),
-    "larger_pages": (case("larger_pages", 300, 1, page_size=384, causal=False), PERSISTENT),
-    "shared_pages": (case("shared_pages", 150, 70, 90, page_size=32, shared=2, spare=100), PLAIN),
-    "packed": (case("packed", 150, 140, 7, 33, page_size=16, **PACKED), PERSISTENT),
-    "packed_offsets": (case("packed_offsets", 130, 90, 0, 33, page_size=64, **PACKED | {"by": "offsets"}), PLAIN),
-    "contiguous": (case("contiguous", 200, 33, 0, 150, spare=9), PERSISTENT),
-    "entries": (case("entries", 90, 33, 140, batch_idx=True, causal=False, spare=50), PLAIN),
-    "int_length": (case("int_length", 150, 150, by="int", spare=70), PLAIN),
-    "whole_cache": (case("whole_cache", 100, 100, by="none", causal=False), PLAIN),
-    "append": (case("append", 60, 0, added=130, page_size=64, rotary=16), PERSISTENT),
-    "more_queries_than_keys": (case("more_queries_than_keys", 30, 5, page_size=16), PLAIN),
-    "128": (case("128", 170, 20, head_dim=128, page_size=16, dtype="float16"), replace(PERSISTENT, box_columns=64)),
-    "128_wide_boxes": (case("128_wide_boxes", 170, 20, head_dim=128, page_size=32), replace(PLAIN, stages=3)),
-    "192_128": (
-        case("192_128", 90, 20, head_dim=192, head_dim_v=128, page_size=32, heads=1),
-        replace(PLAIN, separate_o_buffer=False, store_from_registers=True),
-    ),
-    "256": (
-        case("256", 90, head_dim=256, page_size=16, heads=1),
-        replace(PLAIN, separate_o_buffer=False, store_from_registers=True),
-    ),
-    "window": (case("window", 260, 40, window=(50, 9), causal=False, page_size=16), PERSISTENT),
-    "features": (
-        case("features", 200, 0, 40, page_size=64, softcap=3.0, alibi="bh", sinks=True, by="used", lens_q=(130, 3, 9)),
-        PERSISTENT,
-    ),
-    "passes_out": (case("passes_out", 100, 33, page_size=16, passes_out=True), PLAIN),
-}  # fmt: skip
+CASES = [
+    (case("pages_of_16", 200, 33, 0, 70, page_size=16), PERSISTENT),
+    (case("pages_of_64", 300, 65, page_size=64), PERSISTENT),
+    (case("pages_of_a_tile", 300, 128, page_size=128, heads=3), PERSISTENT),
+    (case("larger_pages", 300, 1, page_size=384, causal=False), PERSISTENT),
+    (case("shared_pages", 150, 70, 90, page_size=32, shared=2, spare=100), PLAIN),
+    (case("packed", 150, 140, 7, 33, page_size=16, **PACKED), PERSISTENT),
+    (case("packed_offsets", 130, 90, 0, 33, page_size=64, **PACKED | {"by": "offsets"}), PLAIN),
+    (case("contiguous", 200, 33, 0, 150, spare=9), PERSISTENT),
+    (case("entries", 90, 33, 140, batch_idx=True, causal=False, spare=50), PLAIN),
+    (case("int_length", 150, 150, by="int", spare=70), PLAIN),
+    (case("whole_cache", 100, 100, by="none", causal=False), PLAIN),
+    (case("append", 60, 0, added=130, page_size=64, rotary=16), PERSISTENT),
+    (case("more_queries_than_keys", 30, 5, page_size=16), PLAIN),
+    (case("128", 170, 20, head_dim=128, page_size=16, dtype="float16"), replace(PERSISTENT, box_columns=64)),
+    (case("256", 90, head_dim=256, page_size=16, heads=1),
+        replace(PLAIN, separate_o_buffer=False, store_from_registers=True)),
+    (case("window", 260, 40, window=(50, 9), causal=False, page_size=16), PERSISTENT),
+    (case("features", 200, 0, 40, page_size=64, softcap=3.0, alibi="bh", sinks=True, by="used", lens_q=(130, 3, 9)),
+        PERSISTENT),
+    (case("passes_out", 100, 33, page_size=16, passes_out=True), PLAIN),
+]  # fmt: skip
 
 
-SLOW = ("128_wide_boxes", "192_128")  # what they add to the others is compiled by the gate
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES])
-def test_out_and_lse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, config = CASES[name]
+@pytest.mark.parametrize(("case", "config"), CASES, ids=[case.name for case, _ in CASES])
+def test_out_and_lse(case: CacheCase, config: Sm90Config, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = interpret_prefill(monkeypatch, config, seed=3)
     check(case)
     assert kernel.launches == 1

@@ -111,22 +111,19 @@ def test_markers_are_post_processed(name: str) -> None:
     assert post_process(ptx) == expected
 
 
-@pytest.mark.parametrize(
-    "ptx",
-    [
-        f"{ARRIVAL}{RELEASE_MARKER}{OTHER}",
-        f"{RELEASE_MARKER}{ARRIVAL.replace('bar.sync', 'bar.warp.sync')}",
-        f"{RELEASE_MARKER}{ARRIVAL.replace('128', '256')}",
-        f"{RELEASE_MARKER}{ARRIVAL.replace('], 4;', '];')}",
-        f"{RELEASE_MARKER}{BARRIER}{POLL}{ARRIVAL.split(';', 1)[1]}",
-        f"{RELEASE_MARKER}{RELEASE_MARKER}{ARRIVAL}",
-        f"{POLL}{WAIT_MARKER}{BARRIER}",
-        f"{WAIT_MARKER}{WAIT_MARKER}{BARRIER}{POLL}",
-        f"{OF_WARP}{ARRIVE_MARKER}{OTHER}",
-        f"{ARRIVE_MARKER}{OF_WARP.replace('32;', '4;')}",
-        f"{ARRIVE_MARKER}{POLL}{OF_WARP}",
-    ],
-)
+@pytest.mark.parametrize("ptx", [
+    f"{ARRIVAL}{RELEASE_MARKER}{OTHER}",
+    f"{RELEASE_MARKER}{ARRIVAL.replace('bar.sync', 'bar.warp.sync')}",
+    f"{RELEASE_MARKER}{ARRIVAL.replace('128', '256')}",
+    f"{RELEASE_MARKER}{ARRIVAL.replace('], 4;', '];')}",
+    f"{RELEASE_MARKER}{BARRIER}{POLL}{ARRIVAL.split(';', 1)[1]}",
+    f"{RELEASE_MARKER}{RELEASE_MARKER}{ARRIVAL}",
+    f"{POLL}{WAIT_MARKER}{BARRIER}",
+    f"{WAIT_MARKER}{WAIT_MARKER}{BARRIER}{POLL}",
+    f"{OF_WARP}{ARRIVE_MARKER}{OTHER}",
+    f"{ARRIVE_MARKER}{OF_WARP.replace('32;', '4;')}",
+    f"{ARRIVE_MARKER}{POLL}{OF_WARP}",
+])  # fmt: skip
 def test_a_marker_without_its_instruction_is_an_error(ptx: str) -> None:
     with pytest.raises(RuntimeError, match="this Triton writes other PTX"):
         post_process(ptx)

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import hopper_gluon  # noqa: F401
 import pytest
 import torch
-from hopper_gluon import need_hopper_gluon
+import triton
+import triton.language as tl
+from hopper_interpreted import interpret, interpreted_only, near_the_reference, run, run_backward
+from score_functions import FUNCTIONS
 
-need_hopper_gluon()
+import diyfa
+from diyfa import BlockMask
+from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.features import SCORE_EXAMPLE
+from diyfa.lab.cuda.specs import CAPPED
+from diyfa.problem import AttentionProblem
+from diyfa.testing import AttentionCase
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-from hopper_interpreted import interpret, near_the_reference, run, run_backward  # noqa: E402
-from score_functions import FUNCTIONS  # noqa: E402
-
-import diyfa  # noqa: E402
-from diyfa import BlockMask  # noqa: E402
-from diyfa.backends.cuda.hopper import configs as hopper_configs  # noqa: E402
-from diyfa.backends.cuda.runtime.launch import is_interpreting  # noqa: E402
-from diyfa.features import SCORE_EXAMPLE  # noqa: E402
-from diyfa.lab.cuda.specs import CAPPED  # noqa: E402
-from diyfa.problem import AttentionProblem  # noqa: E402
-from diyfa.testing import AttentionCase  # noqa: E402
-
-pytestmark = pytest.mark.skipif(not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run")
+pytestmark = interpreted_only
 
 
 def case(name: str, **changes: Any) -> AttentionCase:
@@ -103,13 +99,9 @@ def by_query_key_and_pair(
 
 
 READS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "partial_block": (90, 150, {}),
-    "full_blocks": (90, 192, {}),
-    "causal": (300, 100, {"causal": True}),
-    "window": (250, 100, {"window": (40, 30)}),
-    "mask": (150, 180, {"mask": 128}),
-    "mask_64": (150, 192, {"mask": 64}),
-}
+    "partial_block": (90, 150, {}), "full_blocks": (90, 192, {}), "causal": (300, 100, {"causal": True}),
+    "window": (250, 100, {"window": (40, 30)}), "mask": (150, 180, {"mask": 128}), "mask_64": (150, 192, {"mask": 64}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READS)

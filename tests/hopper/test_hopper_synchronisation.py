@@ -35,12 +35,9 @@ METHODS = ("init", "invalidate", "acquire", "wait", "wait_empty", "wait_full", "
 # And: each lane arrives for itself instead of one for all, which is for racecheck. And: lanes of a warp, which run in
 # step here, are put in order. And: tensor maps are read ahead.
 HARMLESS = (
-    "_inline_ptx(_WAIT_PER_WARP)",
-    "_inline_ptx(_RELEASE_PER_WARP)",
-    "_inline_ptx(_ARRIVE_PER_LANE)",
-    "_inline_ptx(_ORDER_LANES)",
-    "_inline_ptx(_PREFETCH)",
-)
+    "_inline_ptx(_WAIT_PER_WARP)", "_inline_ptx(_RELEASE_PER_WARP)", "_inline_ptx(_ARRIVE_PER_LANE)",
+    "_inline_ptx(_ORDER_LANES)", "_inline_ptx(_PREFETCH)",
+)  # fmt: skip
 # Two tiles for the one program and three blocks of keys: long enough for every buffer to be used again.
 SMALL = AttentionCase("small", 1, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")
 PLAIN = Sm90Config(

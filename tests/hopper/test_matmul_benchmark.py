@@ -14,7 +14,6 @@ import torch
 from scripts import load_script
 
 import diyfa
-from diyfa.backends.cuda.hopper import matmul_configs
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "matmul.py"
 
@@ -50,17 +49,3 @@ def test_float8_is_compared_with_float64(benchmark: ModuleType) -> None:
     assert b.stride(0) == 1
     assert benchmark.error_of(c, a, b, descales) <= benchmark.UNITS * benchmark.ROUNDING[case.dtype]
     assert benchmark.error_of(c, a, b, descales | {"a_descale": torch.ones(48, 1)}) > 0.1
-
-
-def test_every_class_has_a_point(benchmark: ModuleType) -> None:
-    measured = {matmul_configs.problem_class(*point).name for point in benchmark.POINTS}
-    assert measured == {row.name for row in matmul_configs.TABLE}
-
-
-def test_every_point_has_candidates(benchmark: ModuleType) -> None:
-    """By the code that the summary prints, too."""
-    for point in benchmark.POINTS:
-        assert benchmark.configs_of(point, benchmark.CASES[0])
-        assert benchmark.configs_of(point, benchmark.FLOAT8_CASES[0])
-    for config in benchmark.ALL_CONFIGS.values():
-        assert eval(benchmark.config_code(config), {"_config": matmul_configs._config}) == config

@@ -1,6 +1,6 @@
 """Values and gradients of rows with dominant keys, through the public functions on a GPU, against float64: a table.
 
-    PYTHONPATH=. python tests/manual/peaked_gradients.py [--output FILE.json] [--head-dims 64 128 96 192 256 192/128]
+    PYTHONPATH=. python tests/manual/peaked_gradients.py [--head-dims 64 128 96 192 256 192/128]
 
 Largest errors of out, dq, dk, dv, each as "ours/textbook (share)". The textbook is `diyfa/yardstick.py` in the same
 dtype on the same inputs, the share that of the error budget (`check_budget`), largest or rms error, whichever is more.
@@ -13,7 +13,6 @@ side by side compile and run what differs in head dim, dtype and mask; 80 s on a
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import random
 import sys
@@ -21,10 +20,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 import diyfa
 from diyfa.testing import AttentionCase, attention_function, check_budget, make_inputs, run_case, yardsticks
@@ -102,40 +98,20 @@ def cases(job: Job, seqlen: int) -> Iterator[AttentionCase]:
             yield named(replace(sinks, sink_offset=0.0), "sinks far below", nats)
 
 
-def kernels_of(case: AttentionCase, inputs: Any, how: dict[str, Any]) -> str:
-    found = diyfa.explain(*inputs.leaves, layout=case.layout, **inputs.options, **how)
-    return f"{found.kernel}, {found.backward.kernel}" if found.backward else found.kernel
-
-
-def run(job: Job, seqlen: int, device: str, how: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each case of the job came to."""
-    rows = []
+def run(job: Job, seqlen: int, device: str, how: dict[str, Any]) -> list[tuple[str, bool]]:
+    """A line of the table for each case of the job, and whether all results are within their budgets."""
+    lines = []
     for case in cases(job, seqlen):
         inputs = make_inputs(case, device)
-        results = run_case(attention_function(case, **how), inputs)
+        checks = check_budget(run_case(attention_function(case, **how), inputs), case, device)
         textbook = yardsticks(case, device, 1)
-        found = {
-            name: {
-                "ours": check.error._asdict(), "textbook": textbook[name]._asdict(), "budget": check.budget._asdict(),
-                "share": check.share, "problem": check.problem,
-            }
-            for name, check in check_budget(results, case, device).items()
-        }  # fmt: skip
-        rows.append({"case": case.name, "kernels": kernels_of(case, inputs, how), "results": found})
-    return rows
-
-
-def line(row: dict[str, Any]) -> str:
-    results = row["results"]
-    cells = []
-    for name in SHOWN:
-        x = results[name]
-        cells.append(f"{x['ours']['max_abs']:.1e}/{x['textbook']['max_abs']:.1e} ({x['share']:.2f})")
-    worst = max(results, key=lambda name: results[name]["share"])
-    share = results[worst]["share"]
-    return (
-        f"| {row['case']} | {row['kernels']} | {' | '.join(cells)} | {worst} {share:.2f}{'' if share <= 1 else ' !'} |"
-    )
+        errors = [f"{checks[x].error.max_abs:.1e}/{textbook[x].max_abs:.1e} ({checks[x].share:.2f})" for x in SHOWN]
+        worst, share = max(((name, check.share) for name, check in checks.items()), key=lambda each: each[1])
+        found = diyfa.explain(*inputs.leaves, layout=case.layout, **inputs.options, **how)
+        kernels = f"{found.kernel}, {found.backward.kernel}" if found.backward else found.kernel
+        cells = (case.name, kernels, *errors, f"{worst} {share:.2f}{'' if share <= 1 else ' !'}")
+        lines.append((f"| {' | '.join(cells)} |", all(check.share <= 1 for check in checks.values())))
+    return lines
 
 
 def head_dims(text: str) -> tuple[int, int]:
@@ -154,12 +130,11 @@ def main() -> int:
     parser.add_argument("--backend", default=None)
     parser.add_argument("--variant", default="auto")
     parser.add_argument("--jobs", type=int, default=12, help="processes")
-    parser.add_argument("--output", type=Path, default=None, help="JSON file")
     options = parser.parse_args()
     how = {"backend": options.backend, "variant": options.variant}
     jobs = [Job(dims, dtype, mask) for mask in options.masks for dims in options.head_dims for dtype in options.dtypes]
     begin = time.monotonic()
-    rows: dict[Job, list[dict[str, Any]]] = {}
+    rows: dict[Job, list[tuple[str, bool]]] = {}
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         submitted = {pool.submit(run, job, options.seqlen, options.device, how): job for job in jobs}
         for future in as_completed(submitted):
@@ -167,14 +142,9 @@ def main() -> int:
             print(f"{submitted[future]}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     found = [row for job in jobs for row in rows[job]]
     print(f"| case | kernels | {' | '.join(SHOWN)} | largest share |\n|{'---|' * (len(SHOWN) + 3)}")
-    for row in found:
-        print(line(row))
-    over = [row["case"] for row in found if any(not x["share"] <= 1 for x in row["results"].values())]
-    print(f"{len(over)} of {len(found)} cases over their budgets, in {time.monotonic() - begin:.0f} s")
-    if options.output is not None:
-        name = torch.cuda.get_device_name() if options.device == "cuda" else options.device
-        about = {"device": name, "torch": torch.__version__, "seqlen": options.seqlen, **how}
-        options.output.write_text(json.dumps({**about, "cases": found}, indent=1) + "\n")
+    print("\n".join(line for line, _ in found))
+    over = sum(not is_within for _, is_within in found)
+    print(f"{over} of {len(found)} cases over their budgets, in {time.monotonic() - begin:.0f} s")
     return 1 if over else 0
 
 

@@ -21,129 +21,89 @@ from typing import Any
 
 import torch
 
-from diyfa import flash_attention, flash_attention_v2, flash_attention_varlen, triton_matmul
+from diyfa import triton_matmul
 from diyfa.backends.cuda import backend
 from diyfa.backends.cuda.attention.configs import candidates
 from diyfa.backends.cuda.attention.launch import use_config
 from diyfa.problem import AttentionProblem
+from diyfa.testing import AttentionCase, attention_function, make_inputs, run_case
 
-# (B, H, Hk, Sq, Sk, D, layout, causal, seq_lens, variant)
-CASES = [
-    (1, 2, 1, 129, 65, 40, "bhsd", True, False, "v2"),
-    (2, 2, 2, 77, 201, 64, "bshd", True, False, "v2"),
-    (1, 2, 1, 67, 131, 128, "bhsd", False, False, "v2"),
-    (1, 1, 1, 131, 131, 256, "bshd", True, False, "v2"),
-    (2, 2, 1, 99, 99, 64, "bhsd", True, True, "v2"),
-    (1, 2, 1, 70, 90, 64, "bhsd", True, False, "v1"),
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+
+PLAIN: dict[str, Any] = {"causal": True, "dtype": "float16"}
+PORTABLE = [
+    AttentionCase("narrow", 1, 2, 1, 129, 65, 40, **PLAIN),
+    AttentionCase("bshd", 2, 2, 2, 77, 201, 64, layout="bshd", **PLAIN),
+    AttentionCase("full", 1, 2, 1, 67, 131, 128),
+    AttentionCase("wide", 1, 1, 1, 131, 131, 256, layout="bshd", **PLAIN),
+    AttentionCase("samples", 2, 2, 1, 99, 99, 64, seq_lens=(98, 85), **PLAIN),
+    AttentionCase("v1", 1, 2, 1, 70, 90, 64, all_variants=True, **PLAIN),
 ]
-
-
-HEADS, GROUPS, HEAD_DIM = 4, 2, 64
-LENGTHS_Q, LENGTHS_K = (37, 0, 70, 129), (41, 9, 70, 131)
-PER_SCORE: dict[str, Any] = {"window": (50, 3), "softcap": 5.0, "dropout_p": 0.2}
-
-
-def force_tma(stack: ExitStack) -> None:
-    """Launch through TMA, which small problems do not do of themselves, where the device has it."""
-    size = (8, 8, 8, 4096, 4096, HEAD_DIM, HEAD_DIM)
-    problem = AttentionProblem("cuda", backend.arch(torch.device("cuda")), "float16", "bhsd", *size)
-    for kind in ("fwd", "dkdv", "dq"):
-        stack.enter_context(use_config(kind, candidates(kind, problem)[0]))
-
-
-def half(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.float16, requires_grad=True)
-
-
-def run_features() -> None:
-    """Every optional feature: packed sequences, samples of different lengths, a bias with a gradient."""
-    sinks = torch.randn(HEADS, device="cuda", requires_grad=True)
-    slopes = torch.rand(HEADS, device="cuda")
-    q = half(sum(LENGTHS_Q), HEADS, HEAD_DIM)
-    k, v = half(sum(LENGTHS_K), GROUPS, HEAD_DIM), half(sum(LENGTHS_K), GROUPS, HEAD_DIM)
-    offsets = [torch.tensor([0, *n], device="cuda").cumsum(0, dtype=torch.int32) for n in (LENGTHS_Q, LENGTHS_K)]
-    maxima = (max(LENGTHS_Q), max(LENGTHS_K))
-    for causal in (False, True):
-        out = flash_attention_varlen(q, k, v, *offsets, *maxima, causal, alibi_slopes=slopes, sinks=sinks, **PER_SCORE)
-        torch.autograd.grad(out, (q, k, v, sinks), torch.randn_like(out))
-        out = flash_attention_varlen(q, k, v, *offsets, *maxima, causal, deterministic=True)
-        torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
-    q, k, v = half(2, HEADS, 77, HEAD_DIM), half(2, GROUPS, 131, HEAD_DIM), half(2, GROUPS, 131, HEAD_DIM)
-    lens = torch.tensor([131, 50], device="cuda", dtype=torch.int32)
-    for shape in ((2, 1, 77, 131), (1, HEADS, 1, 131), (77, 1)):
-        bias = half(*shape)
-        for seq_lens in (None, lens):
-            out = flash_attention(q, k, v, seq_lens=seq_lens, attn_bias=bias, sinks=sinks, **PER_SCORE)
-            torch.autograd.grad(out, (q, k, v, bias, sinks), torch.randn_like(out))
-    torch.cuda.synchronize()
-
-
-# Options and (B, H, Hk, Sq, Sk, D, Dv) of the Hopper kernel in bfloat16, large enough for it and for the rows of its
-# table, the last one for its small tile; `seq_lens` are the lengths of the samples.
-HOPPER: list[tuple[dict[str, Any], tuple[int, ...]]] = [
-    ({"causal": True}, (2, 32, 8, 333, 517, 128, 128)),
-    ({}, (2, 32, 32, 333, 517, 128, 128)),
-    ({"causal": True}, (2, 32, 8, 333, 517, 64, 64)),
-    ({"causal": True}, (1, 16, 16, 2085, 2085, 64, 64)),
-    ({}, (2, 48, 48, 517, 333, 64, 64)),
-    ({"causal": True}, (2, 32, 8, 333, 389, 256, 256)),
-    ({}, (2, 32, 32, 333, 389, 256, 256)),
-    ({"causal": True}, (2, 32, 32, 333, 517, 96, 96)),
-    ({"causal": True}, (2, 32, 32, 333, 517, 192, 128)),
-    ({"causal": True}, (2, 32, 32, 333, 517, 192, 192)),
-    ({"window": (100, 20), "softcap": 5.0}, (2, 32, 8, 333, 517, 128, 128)),
-    ({"causal": True, "seq_lens": (517, 50)}, (2, 32, 32, 333, 517, 128, 128)),
-    ({}, (1, 48, 48, 768, 2500, 64, 64)),
-    ({}, (1, 40, 40, 500, 8300, 128, 128)),
-    ({}, (1, 40, 40, 500, 8300, 256, 256)),
+# Also launched through TMA, which problems so small do not do of themselves.
+LENS: dict[str, Any] = {"layout": "thd", "lens_q": (37, 0, 70, 129), "lens_k": (41, 9, 70, 131)}
+EVERY: dict[str, Any] = {"window": (50, 3), "softcap": 5.0, "dropout_p": 0.2, "sinks": True}
+FEATURES = [
+    *(AttentionCase("packed", 0, 4, 2, head_dim=64, **LENS, causal=causal) for causal in (False, True)),
+    *(
+        AttentionCase("all", 0, 4, 2, head_dim=64, **LENS, **EVERY, alibi="h", causal=causal)
+        for causal in (False, True)
+    ),
+    *(
+        AttentionCase("bias", 2, 4, 2, 77, 131, 64, bias=bias, seq_lens=lens, **EVERY)
+        for bias in ("b1qk", "1h1k", "q1")
+        for lens in (None, (131, 50))
+    ),
+]
+# Of the Hopper kernel: large enough for it and for the rows of its table, the last one for its small tile.
+BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
+HOPPER = [
+    AttentionCase("causal_128", 2, 32, 8, 333, 517, 128, causal=True, **BFLOAT16),
+    AttentionCase("full_128", 2, 32, 32, 333, 517, 128, **BFLOAT16),
+    AttentionCase("causal_64", 2, 32, 8, 333, 517, 64, causal=True, **BFLOAT16),
+    AttentionCase("long_causal_64", 1, 16, 16, 2085, 2085, 64, causal=True, **BFLOAT16),
+    AttentionCase("full_64", 2, 48, 48, 517, 333, 64, **BFLOAT16),
+    AttentionCase("causal_256", 2, 32, 8, 333, 389, 256, causal=True, **BFLOAT16),
+    AttentionCase("full_256", 2, 32, 32, 333, 389, 256, **BFLOAT16),
+    AttentionCase("causal_96", 2, 32, 32, 333, 517, 96, causal=True, **BFLOAT16),
+    AttentionCase("causal_192_128", 2, 32, 32, 333, 517, 192, 128, causal=True, **BFLOAT16),
+    AttentionCase("causal_192", 2, 32, 32, 333, 517, 192, causal=True, **BFLOAT16),
+    AttentionCase("window_softcap", 2, 32, 8, 333, 517, 128, window=(100, 20), softcap=5.0, **BFLOAT16),
+    AttentionCase("samples", 2, 32, 32, 333, 517, 128, seq_lens=(517, 50), causal=True, **BFLOAT16),
+    AttentionCase("long_64", 1, 48, 48, 768, 2500, 64, **BFLOAT16),
+    AttentionCase("long_128", 1, 40, 40, 500, 8300, 128, **BFLOAT16),
+    AttentionCase("long_256", 1, 40, 40, 500, 8300, 256, **BFLOAT16),
     # Scores of which tiles are computed again.
-    ({"sm_scale": 30.0}, (2, 32, 32, 333, 517, 128, 128)),
-    ({"sm_scale": 30.0, "window": (200, 20)}, (2, 32, 8, 333, 517, 64, 64)),
-    ({"causal": True}, (1, 4, 4, 1029, 1029, 128, 128)),
+    AttentionCase("again_128", 2, 32, 32, 333, 517, 128, sm_scale=30.0, **BFLOAT16),
+    AttentionCase("again_64", 2, 32, 8, 333, 517, 64, sm_scale=30.0, window=(200, 20), **BFLOAT16),
+    AttentionCase("packed", 0, 16, head_dim=128, layout="thd", lens_q=(333, 0, 67, 529), causal=True),
+    AttentionCase("small", 1, 4, 4, 1029, 1029, 128, causal=True, **BFLOAT16),
 ]
 
 
-def run_hopper(part: int, parts: int) -> None:
-    """The Gluon kernel, one call for each config, and packed sequences."""
-    for options, (b, h, hk, sq, sk, d, dv) in HOPPER[part::parts]:
-        shapes = ((b, h, sq, d), (b, hk, sk, d), (b, hk, sk, dv))
-        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
-        if "seq_lens" in options:
-            lens = torch.tensor(options["seq_lens"], device="cuda", dtype=torch.int32)
-            options = {**options, "seq_lens": lens}
-        assert flash_attention(q, k, v, variant="sm90", **options).isfinite().all()
+def run(cases: list[AttentionCase], **how: Any) -> None:
+    """Forward and backward; on the Hopper kernel the forward alone."""
+    for case in cases:
+        inputs = make_inputs(case, "cuda")
+        attend = attention_function(case, **how, **({"variant": "v1"} if case.all_variants else {}))
+        if how.get("variant") == "sm90":
+            with torch.no_grad():
+                attend(*inputs.leaves, **inputs.options)
+        else:
+            run_case(attend, inputs)
         torch.cuda.synchronize()
-        print("ran sm90", b, h, hk, sq, sk, d, dv, *options, flush=True)
-    if part:
-        return
-    offsets = torch.tensor([0, 333, 333, 400, 929], device="cuda", dtype=torch.int32)
-    q, k, v = (torch.randn(929, 16, 128, device="cuda", dtype=torch.float16) for _ in range(3))
-    out = flash_attention_varlen(q, k, v, offsets, offsets, 529, 529, True, variant="sm90")
-    assert out.isfinite().all()
-    torch.cuda.synchronize()
-    print("ran sm90 packed", flush=True)
+        print("ran", case.name, how, flush=True)
 
 
 def run_portable() -> None:
     """The kernels of every architecture."""
-    for forced in (False, True):
-        with ExitStack() as stack:
-            if forced:
-                force_tma(stack)
-            run_features()
-        print("ran features", "through TMA" if forced else "", flush=True)
-    for b, h, hk, sq, sk, d, layout, causal, ragged, variant in CASES:
-        shapes = ((b, h, sq, d), (b, hk, sk, d), (b, hk, sk, d))
-        if layout == "bshd":
-            shapes = tuple((n0, n2, n1, n3) for n0, n1, n2, n3 in shapes)
-        attend = flash_attention if layout == "bhsd" else flash_attention_v2
-        q, k, v = (torch.randn(s, device="cuda", dtype=torch.float16, requires_grad=True) for s in shapes)
-        lens = torch.tensor([sk - 13 * i - 1 for i in range(b)], device="cuda", dtype=torch.int32) if ragged else None
-        out, lse = attend(q, k, v, causal, seq_lens=lens, variant=variant, return_lse=True, deterministic=True)
-        grads = torch.autograd.grad((out, lse), (q, k, v), (torch.randn_like(out), torch.randn_like(lse)))
-        torch.cuda.synchronize()
-        assert all(g.isfinite().all() for g in grads), (b, h, sq, sk, d, layout)
-        print("ran", b, h, hk, sq, sk, d, layout, causal, ragged, variant, flush=True)
+    run([*PORTABLE, *FEATURES[:2]], deterministic=True)
+    run(FEATURES)
+    size = (8, 8, 8, 4096, 4096, 64, 64)
+    problem = AttentionProblem("cuda", backend.arch(torch.device("cuda")), "float16", "bhsd", *size)
+    with ExitStack() as stack:
+        for kind in ("fwd", "dkdv", "dq"):
+            stack.enter_context(use_config(kind, candidates(kind, problem)[0]))
+        run(FEATURES)
     a, m = (torch.randn(s, device="cuda", dtype=torch.float16) for s in ((67, 131), (131, 45)))
     assert triton_matmul(a, m, use_autotune=False).isfinite().all()
     torch.cuda.synchronize()
@@ -152,12 +112,12 @@ def run_portable() -> None:
 
 def run_kvcache() -> None:
     """Every case of the matrix over a KV cache."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
-    from kvcache_cases import KVCACHE_CASES, run_case
+    from kvcache_cases import KVCACHE_CASES
+    from kvcache_cases import run_case as run_over_cache
 
     with torch.no_grad():
         for name, case in KVCACHE_CASES.items():
-            run_case(case, "cuda")
+            run_over_cache(case, "cuda")
             torch.cuda.synchronize()
             print("ran kvcache", name, flush=True)
 
@@ -169,9 +129,8 @@ def main() -> None:
     options = parser.parse_args()
     kernels = options.kernels or ["hopper", "portable", "kvcache"]
     part, parts = map(int, options.part.split("/"))
-    torch.manual_seed(0)
     if "hopper" in kernels and backend.arch(torch.device("cuda")) == "sm_90":
-        run_hopper(part, parts)
+        run(HOPPER[part::parts], variant="sm90")
     if "portable" in kernels:
         run_portable()
     if "kvcache" in kernels:

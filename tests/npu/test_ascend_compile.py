@@ -132,28 +132,15 @@ def test_every_shipped_kernel_passes_the_gate(target: str) -> None:
     failed = [_describe(r) for r in found if not r["ok"]]
     assert not failed, "\n".join(failed)
     kernels = [{kernel for kernel, _ in each} for each in compiled.values()]
-    assert kernels == len(compiled) * [
-        {
-            "attention_fwd/v2",
-            "attention_fwd/v1",
-            "attention_fwd/v1/finish",
-            "attention_fwd/tutorial",
-            "attention_bwd/v2/dkdv",
-            "attention_bwd/v2/dq",
-            "attention_bwd/v2/preprocess",
-            "attention_bwd/v2/dbias",
-            "attention_bwd/v2/dbias_rows",
-            "attention_bwd/v2/dsinks",
-            "attention_bwd/v2/score_gradient",
-            "attention_bwd/v2/captured",
-            "kvcache_fwd/split_kv",
-            "kvcache_fwd/split_kv/pack",
-            "kvcache_fwd/split_kv/combine",
-            "kvcache_append/append",
-            "attention_merge",
-            "matmul/persistent",
-        }
-    ]
+    forward, backward, cache = (f"{name}/" for name in ("attention_fwd", "attention_bwd/v2", "kvcache_fwd"))
+    assert kernels == len(compiled) * [{
+        *(forward + name for name in ("v2", "v1", "v1/finish", "tutorial")),
+        *(backward + name for name in (
+            "dkdv", "dq", "preprocess", "dbias", "dbias_rows", "dsinks", "score_gradient", "captured",
+        )),
+        *(cache + name for name in ("split_kv", "split_kv/pack", "split_kv/combine")),
+        "kvcache_append/append", "attention_merge", "matmul/persistent",
+    }]  # fmt: skip
 
 
 @needs_compilers
@@ -354,16 +341,10 @@ def test_memory_peaks_are_inside_the_chip(target: str) -> None:
     for report in reports(target):
         multiplies = report["kernel"].split("/")[-1] not in VECTOR_KERNELS
         assert (report["memory"].get("l0c", 0) > 0) == multiplies, _describe(report)
+        if target == A2:  # a product that does not fit in slices fails the gate; here: that they were looked at
+            assert {"l0a", "l0b", "l0c"} & report["memory"].keys() in ({"l0a", "l0b", "l0c"}, set()), _describe(report)
         for memory, used in report["memory"].items():
             assert 0 < used <= getattr(spec, memory), f"{memory} {used}: {_describe(report)}"
-
-
-@needs_compilers
-@pytest.mark.timeout(TIMEOUT_S)
-def test_every_product_goes_through_l0a_and_l0b() -> None:
-    """A product that does not fit in slices fails the gate by itself; here: that they were looked at."""
-    for report in reports(A2):
-        assert ("l0c" in report["memory"]) == ("l0a" in report["memory"]) == ("l0b" in report["memory"]), report
 
 
 @needs_compilers

@@ -37,14 +37,7 @@ from diyfa import BlockMask, flash_attention, triton_matmul, use_backend
 from diyfa.backends.npu.attention.merge import merge
 from diyfa.score_functions import score_function
 from diyfa.testing import AttentionCase as Case
-from diyfa.testing import (
-    Results,
-    assert_within_budget,
-    attention_function,
-    expected_results,
-    make_inputs,
-    run_case,
-)
+from diyfa.testing import Results, assert_within_budget, attention_function, expected_results, make_inputs, run_case
 
 FULL = os.environ.get("DIYFA_FULL_GATE") == "1"
 
@@ -273,37 +266,26 @@ def test_products_leave_columns_beyond_the_keys_as_they_were() -> None:
 # weight; rows that see one key, and none; head dims that fill no fractal of 32 columns.
 INT8_CASES = {
     "even_d128": EightBitCase(heads=1, heads_kv=1, seqlen_q=128, seqlen_k=1536, head_dim=128),
-    "causal_d64": EightBitCase(
-        heads=2, heads_kv=1, seqlen_q=300, seqlen_k=700, head_dim=64, kind="block", means=True,
-        options={"causal": True},
-    ),
-    "outliers_d128": EightBitCase(
-        data="outliers", seqlen_q=200, seqlen_k=330, head_dim=128, kind="block", value_dtype=torch.float16, means=True,
-    ),
+    "causal_d64": EightBitCase(heads=2, heads_kv=1, seqlen_q=300, seqlen_k=700, head_dim=64, kind="block", means=True,
+        options={"causal": True}),
+    "outliers_d128": EightBitCase(data="outliers", seqlen_q=200, seqlen_k=330, head_dim=128, kind="block",
+        value_dtype=torch.float16, means=True),
     "saturated": EightBitCase(data="saturated", seqlen_q=150, seqlen_k=600, head_dim=64, kind="block"),
     "peaks": EightBitCase(data="peaks", seqlen_k=400, kind="head", means=True, value_dtype=torch.float16),
     "one_visible_key": EightBitCase(kind="head", means=True, sinks=True, options={"window": (0, 0)}),
-    "no_visible_key": EightBitCase(
-        seqlen_q=190, seqlen_k=30, kind="block", means=True, sinks=True, options={"causal": True}
-    ),
-    "featured": EightBitCase(
-        lengths=(250, 1, 70), seqlen_q=250, seqlen_k=250, kind="block", means=True, sinks=True, alibi=True, heads=4,
-        options={"window": (100, 20), "softcap": 8.0},
-    ),
-    "packed": EightBitCase(
-        layout="thd", lengths=(150, 1, 270), seqlen_q=270, seqlen_k=270, kind="block", means=True,
-        options={"causal": True},
-    ),
+    "no_visible_key": EightBitCase(seqlen_q=190, seqlen_k=30, kind="block", means=True, sinks=True,
+        options={"causal": True}),
+    "featured": EightBitCase(lengths=(250, 1, 70), seqlen_q=250, seqlen_k=250, kind="block", means=True, sinks=True,
+        alibi=True, heads=4, options={"window": (100, 20), "softcap": 8.0}),
+    "packed": EightBitCase(layout="thd", lengths=(150, 1, 270), seqlen_q=270, seqlen_k=270, kind="block", means=True,
+        options={"causal": True}),
     "bias_odd_d": EightBitCase(head_dim=40, head_dim_v=24, seqlen_k=100, kind="block", means=True, bias=True),
-    "scale_below_0_d80": EightBitCase(
-        heads=1, heads_kv=1, head_dim=80, seqlen_q=128, seqlen_k=512, kind="head", means=True,
-        options={"sm_scale": -0.4},
-    ),
+    "scale_below_0_d80": EightBitCase(heads=1, heads_kv=1, head_dim=80, seqlen_q=128, seqlen_k=512, kind="head",
+        means=True, options={"sm_scale": -0.4}),
     "wide": EightBitCase(heads=1, heads_kv=1, head_dim=576, head_dim_v=64, seqlen_q=40, kind="block", means=True),
     "mask": with_mask(EightBitCase(seqlen_q=200, seqlen_k=150, head_dim=64, kind="block", means=True)),
-    "score_fn": with_score_function(
-        EightBitCase(seqlen_q=70, seqlen_k=200, head_dim=64, kind="block", means=True, options={"causal": True})
-    ),
+    "score_fn": with_score_function(EightBitCase(seqlen_q=70, seqlen_k=200, head_dim=64, kind="block", means=True,
+        options={"causal": True})),
 }  # fmt: skip
 
 

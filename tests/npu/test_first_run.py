@@ -106,14 +106,11 @@ def test_faults(npu, tmp_path: Path) -> None:
     assert {(row["block_m"], row["block_n"]) for row in tiles if "ms" in row and row["kernel"] == "fwd"} == {(64, 64)}
 
 
-@pytest.mark.parametrize(
-    ("ways", "told", "untold"),
-    [
-        ({"float32": 3.0, "float16": 2.0}, ("q.float()", "3.33 times", "q.half()", "5.00 times"), ("no faster",)),
-        ({"float32": 11.0, "float16": 2.0}, ("q.half()",), ("q.float()", "no faster")),
-        ({"float32": 11.0, "float16": 12.0}, ("no faster",), ("q.float()", "q.half()")),
-    ],
-)
+@pytest.mark.parametrize(("ways", "told", "untold"), [
+    ({"float32": 3.0, "float16": 2.0}, ("q.float()", "3.33 times", "q.half()", "5.00 times"), ("no faster",)),
+    ({"float32": 11.0, "float16": 2.0}, ("q.half()",), ("q.float()", "no faster")),
+    ({"float32": 11.0, "float16": 12.0}, ("no faster",), ("q.float()", "q.half()")),
+])  # fmt: skip
 def test_what_the_page_says_of_a_slow_bfloat16(
     ways: dict[str, float], told: tuple[str, ...], untold: tuple[str, ...]
 ) -> None:
@@ -179,14 +176,11 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        ("hang", "no answer within 3 s"),
-        ("crash", "the process ended with exit status 7"),
-        ("poison", "aicore exception"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "reason"), [
+    ("hang", "no answer within 3 s"),
+    ("crash", "the process ended with exit status 7"),
+    ("poison", "aicore exception"),
+])  # fmt: skip
 def test_a_step_that_ends_the_process(fake, fault: str, reason: str) -> None:
     document = fake(fault, "causal")
     failed, *others = sorted(document["rows"], key=lambda row: row["table"] == "done")
@@ -235,14 +229,11 @@ def test_what_is_wrong_either_way_keeps_nothing(fake, kept) -> None:
     assert document["without_multibuffer"] == ""
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        ("half", 'the process ended with exit status 7; last printed: @diyfa {"row": {"table"'),
-        ("nested", "the process ended with exit status 7; last printed: @diyfa [[["),
-        ("spoilt", 'the process gave an answer that cannot be read: @diyfa {"row"EZ9999'),
-    ],
-)
+@pytest.mark.parametrize(("fault", "reason"), [
+    ("half", 'the process ended with exit status 7; last printed: @diyfa {"row": {"table"'),
+    ("nested", "the process ended with exit status 7; last printed: @diyfa [[["),
+    ("spoilt", 'the process gave an answer that cannot be read: @diyfa {"row"EZ9999'),
+])  # fmt: skip
 def test_an_answer_that_is_not_whole(fake, monkeypatch: pytest.MonkeyPatch, fault: str, reason: str) -> None:
     """It ends the step at once, long before the limit, and the next step has a new process."""
     monkeypatch.setattr(cli, "ENDING_S", 1.0)
@@ -380,18 +371,6 @@ def test_a_tile_search_that_was_cut_off(fake, monkeypatch: pytest.MonkeyPatch, c
     document = fake("tile", "a", stages=("tiles",))
     died = [row for row in document["rows"] if "exit status 7" in row.get("unavailable", "")]
     assert len(died) == 2 and len(document["done"]) == 2
-
-
-def test_every_step_is_kept_at_once(fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, attempt = [], cli.Run._attempt
-
-    def noted(run, step):
-        kept.append(len(json.loads(fake.path.read_text())["done"]) if fake.path.exists() else 0)
-        return attempt(run, step)
-
-    monkeypatch.setattr(cli.Run, "_attempt", noted)
-    fake()
-    assert kept == [0, 1, 2, 3]
 
 
 def test_a_full_disc_leaves_the_last_results(fake, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,19 +56,16 @@ def test_cube_work_of_a_tile(fwd: hivm.Module) -> None:
     assert fwd.score_elements == 64 * 32
 
 
-@pytest.mark.parametrize(
-    ("m", "k", "n", "bits", "expected"),
-    [
-        (128, 128, 256, 16, l0.Slices(64, 2, 128 * 64 * 2, 64 * 256 * 2)),  # scores of the forward's 128x256 at D = 128
-        (64, 64, 128, 16, l0.Slices(64, 1, 64 * 64 * 2, 64 * 128 * 2)),
-        (32, 576, 128, 16, l0.Slices(128, 5, 32 * 128 * 2, 128 * 128 * 2)),
-        (16, 16, 576, 16, l0.Slices(16, 1, 16 * 16 * 2, 16 * 576 * 2)),
-        (16, 20, 512, 32, l0.Slices(16, 2, 16 * 16 * 4, 16 * 512 * 4)),  # exactly half of L0B
-        (130, 128, 40, 32, l0.Slices(48, 3, 130 * 48 * 4, 48 * 40 * 4)),  # 130 rows count as 144
-        (64, 80, 256, 8, l0.Slices(96, 1, 64 * 96, 96 * 256)),  # of int8 a fractal has 32 columns
-        (64, 576, 256, 8, l0.Slices(128, 5, 64 * 128, 128 * 256)),
-    ],
-)
+@pytest.mark.parametrize(("m", "k", "n", "bits", "expected"), [
+    (128, 128, 256, 16, l0.Slices(64, 2, 128 * 64 * 2, 64 * 256 * 2)),  # scores of the forward's 128x256 at D = 128
+    (64, 64, 128, 16, l0.Slices(64, 1, 64 * 64 * 2, 64 * 128 * 2)),
+    (32, 576, 128, 16, l0.Slices(128, 5, 32 * 128 * 2, 128 * 128 * 2)),
+    (16, 16, 576, 16, l0.Slices(16, 1, 16 * 16 * 2, 16 * 576 * 2)),
+    (16, 20, 512, 32, l0.Slices(16, 2, 16 * 16 * 4, 16 * 512 * 4)),  # exactly half of L0B
+    (130, 128, 40, 32, l0.Slices(48, 3, 130 * 48 * 4, 48 * 40 * 4)),  # 130 rows count as 144
+    (64, 80, 256, 8, l0.Slices(96, 1, 64 * 96, 96 * 256)),  # of int8 a fractal has 32 columns
+    (64, 576, 256, 8, l0.Slices(128, 5, 64 * 128, 128 * 256)),
+])  # fmt: skip
 def test_slices_of_a_product(m: int, k: int, n: int, bits: int, expected: l0.Slices) -> None:
     assert l0.slices(hivm.Product(m, n, k, bits)) == expected
     assert max(expected.l0a, expected.l0b) <= l0.HALF
@@ -164,44 +161,9 @@ def test_what_is_no_kernel_is_refused() -> None:
 # --- the cost model ---------------------------------------------------------------------------------------------------
 
 
-def test_cube_cycles_of_full_blocks() -> None:
-    speed = cost.rates(A2)
-    assert cost.cube_cycles(hivm.Product(128, 128, 128, 16), speed) == 512
-    assert cost.cube_cycles(hivm.Product(128, 128, 128, 32), speed) == 4 * 512
-    assert cost.cube_cycles(hivm.Product(128, 128, 128, 8), speed) == 512 // 2
-    assert cost.cube_cycles(hivm.Product(1, 128, 128, 16), speed) == 128  # one row costs what 16 do; operand b decides
-
-
 @pytest.mark.parametrize(("chip", "tflops"), [("Ascend910B2", 353.9), (A2, 294.9), (A5, 432.5)])
 def test_peak(chip: str, tflops: float) -> None:
     assert cost.peak_flops(chip) / 1e12 == pytest.approx(tflops, abs=0.1)
-
-
-def test_a_pipeline_hides_all_but_the_longest_stage() -> None:
-    tile = cost.Stages(cube=400, vector=300, memory=500)
-    assert cost.tile_cycles(tile, 0) == 1200
-    assert cost.tile_cycles(tile, 4) == 500 + 300 / 4
-    assert cost.tile_cycles(tile, 2) > cost.tile_cycles(tile, 4)
-    assert tile.bottleneck == "memory"
-
-
-def test_a_result_leaves_l0c_before_the_next_one_is_formed(fwd: hivm.Module) -> None:
-    """A product has one buffer there, so the cube core multiplies or writes out."""
-    tile, speed = fwd.loops[0].tile, cost.rates(A2)
-    assert tile.written_out == 64 * 32 * 4 + 64 * 64 * 4  # scores and the product with v
-    multiplied = sum(cost.cube_cycles(product, speed) for product in tile.products)
-    found = cost.stages(tile, A2)
-    assert found.cube == multiplied + tile.written_out / speed.l2_write
-    assert found.total == pytest.approx(multiplied + found.vector + found.memory), "without a pipeline it counts once"
-
-
-@pytest.mark.parametrize(("row", "calls"), [(1, 1), (64, 1), (65, 2), (128, 2), (256, 3), (512, 4)])
-def test_a_row_is_folded_in_halves_down_to_one_operation(row: int, calls: int) -> None:
-    """64 values of 32 bits. The elements are those of one pass whatever the row; each fold waits for the last."""
-    reduced = hivm.VectorCall("enablevc_reduce_max_ar_float", 8192, 32, row=row)
-    assert cost.dependent_calls(reduced) == calls
-    passed = cost.stages(hivm.Work(vector=[hivm.VectorCall("vmul_1d_float", 8192, 32)]), A2).vector
-    assert cost.stages(hivm.Work(vector=[reduced]), A2).vector == passed + (calls - 1) * cost.CALL_CYCLES
 
 
 def test_reductions_of_rows_are_read(fwd: hivm.Module) -> None:

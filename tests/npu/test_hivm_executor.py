@@ -9,7 +9,7 @@ np = pytest.importorskip("numpy")
 from simulators.hivm import ir, library  # noqa: E402
 from simulators.hivm.cores import wrap  # noqa: E402
 from simulators.hivm.memory import GLOBAL_GRANULE, ON_CHIP_GRANULE, Memory, OutOfBounds, Ref  # noqa: E402
-from simulators.hivm.order import Blocks, Order  # noqa: E402
+from simulators.hivm.order import Blocks  # noqa: E402
 
 
 def ref(memory: Memory, dtype: str, base: int, *sizes: int) -> Ref:
@@ -21,27 +21,6 @@ def ref(memory: Memory, dtype: str, base: int, *sizes: int) -> Ref:
 def test_affine_maps_round_as_mlir_says() -> None:
     assert ir.affine("affine_map<(d0)[s0] -> ((d0 - s0) ceildiv 4, d0 floordiv 4, (d0 - s0) mod 3)>")(7, 9) == (0, 1, 1)
     assert ir.affine("affine_map<()[s0] -> ((s0 + 1) ceildiv 4)>")(4) == (2,)
-
-
-def test_parser_keeps_regions_and_types() -> None:
-    text = """
-    "builtin.module"() ({
-      "func.func"() <{function_type = (i32) -> (), sym_name = "f"}> ({
-      ^bb0(%arg0: i32):
-        %0:2 = "scf.for"(%arg0, %arg0, %arg0, %arg0, %arg0) ({
-        ^bb0(%arg1: i32, %arg2: i32, %arg3: i32):
-          "scf.yield"(%arg2, %arg3) : (i32, i32) -> ()
-        }) {kind = #a.b<C>} : (i32, i32, i32, i32, i32) -> (i32, i32)
-        "func.return"() : () -> ()
-      }) : () -> ()
-    }) : () -> ()
-    """
-    loop, end = ir.parse(text)["f"].regions[0].operations
-    assert loop.results == ["%0#0", "%0#1"]
-    assert loop.result_types == ["i32", "i32"]
-    assert loop.regions[0].arguments == ["%arg1", "%arg2", "%arg3"]
-    assert ir.name_in(loop.attributes["kind"]) == "C"
-    assert end.name == "func.return"
 
 
 def test_integers_wrap() -> None:
@@ -74,34 +53,6 @@ def test_loads_fill_the_last_block_and_scratch_is_poisoned() -> None:
     assert np.isnan(scratch.read()).all()
     with pytest.raises(NotImplementedError, match="vfoo"):
         library.lookup("vfoo_1d_float")
-
-
-@pytest.mark.parametrize("ordered", ["", "flag", "barrier"])
-def test_order_between_pipes_needs_a_flag(ordered: str) -> None:
-    order = Order(["vector"], 0, Blocks())
-    buffer = ref(Memory("UB", 256, ON_CHIP_GRANULE), "f32", 0, 8)
-    order.instruction(0, "PIPE_MTE2", [], [buffer], 1, "load")
-    if ordered == "flag":
-        order.receive(0, "PIPE_V", order.message(0, "PIPE_MTE2"))
-    elif ordered == "barrier":
-        order.barrier(0, "PIPE_ALL")
-    order.instruction(0, "PIPE_V", [buffer], [], 2, "add")
-    order.done()
-    assert bool(order.races) == (ordered == "")
-
-
-def test_vector_instructions_overlap_until_a_barrier() -> None:
-    order = Order(["vector"], 0, Blocks())
-    memory = Memory("UB", 256, ON_CHIP_GRANULE)
-    buffer, other = ref(memory, "f32", 0, 8), ref(memory, "f32", 32, 8)
-    order.instruction(0, "PIPE_V", [], [buffer], 1, "exp")
-    order.barrier(0, "PIPE_V")
-    order.instruction(0, "PIPE_V", [buffer], [other], 2, "add")
-    order.done()
-    assert not order.races
-    order.instruction(0, "PIPE_V", [other], [], 3, "add")
-    order.done()
-    assert len(order.races) == 1
 
 
 def test_blocks_must_not_touch_what_others_write() -> None:

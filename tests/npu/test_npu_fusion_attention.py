@@ -30,13 +30,9 @@ def hidden(mode: int, pre: int, after: int, sq: int, sk: int) -> torch.Tensor:
     for i in range(sq):
         for j in range(sk):
             at = i + (sk - sq if mode in (3, 4) else 0)  # the key on the diagonal from the mode's corner
-            sees = {
-                0: at - pre <= j <= at + after,
-                1: True,
-                2: j <= at,
-                3: j <= at,
-                4: at - pre <= j <= at + after,
-            }[mode]
+            sees = {0: at - pre <= j <= at + after, 1: True, 2: j <= at, 3: j <= at, 4: at - pre <= j <= at + after}[
+                mode
+            ]
             matrix[i, j] = not sees
     return matrix
 
@@ -383,36 +379,30 @@ def test_what_cannot_be_expressed_is_refused(message: str) -> None:
         npu_fusion_attention_v2(q, q, q, 4, "BNSD", backend="cpu", **REFUSALS[message])
 
 
-def test_more_refusals() -> None:
-    q, packed = torch.randn(1, 4, 8, 8), torch.randn(8, 4, 8)
-    ends = {"actual_seq_qlen": [8], "actual_seq_kvlen": [8]}
-    with pytest.raises(ValueError, match="CPU tensors: move them"):
-        npu_fusion_attention(q, q, q, 4, "BNSD")
-    with pytest.raises(ValueError, match="input_layout must be one of"):
-        npu_fusion_attention(q, q, q, 4, "BNDS", backend="cpu")
-    with pytest.raises(ValueError, match="has 4 heads in the layout BNSD, but head_num is 8"):
-        npu_fusion_attention(q, q, q, 8, "BNSD", backend="cpu")
-    with pytest.raises(ValueError, match="query must have 3 dimensions"):
-        npu_fusion_attention(q, q, q, 4, "BSH", backend="cpu")
-    with pytest.raises(ValueError, match="must be head_num=3 heads"):
-        npu_fusion_attention(q[0], q[0], q[0], 3, "BSH", backend="cpu")
-    with pytest.raises(TypeError, match="atten_mask must be bool or uint8"):
-        npu_fusion_attention(q, q, q, 4, "BNSD", atten_mask=torch.zeros(8, 8), backend="cpu")
-    with pytest.raises(ValueError, match="needs actual_seq_qlen"):
-        npu_fusion_attention(packed, packed, packed, 4, "TND", backend="cpu")
-    with pytest.raises(TypeError, match="list of host integers"):
-        tensors = {name: torch.tensor(x) for name, x in ends.items()}
-        npu_fusion_attention(packed, packed, packed, 4, "TND", backend="cpu", **tensors)
-    with pytest.raises(ValueError, match="running sums that end at 8 or before"):
-        npu_fusion_attention(packed, packed, packed, 4, "TND", backend="cpu", **{**ends, "actual_seq_qlen": [9]})
-    with pytest.raises(ValueError, match="pse is not supported for TND"):
-        npu_fusion_attention(packed, packed, packed, 4, "TND", pse=torch.zeros(1, 4, 8, 8), backend="cpu", **ends)
-    with pytest.raises(ValueError, match="dropout is not supported for TND"):
-        mask = torch.zeros(8, 8, dtype=torch.bool)
-        npu_fusion_attention(packed, packed, packed, 4, "TND", atten_mask=mask, keep_prob=0.5, backend="cpu", **ends)
-    with pytest.raises(ValueError, match="compressed ALiBi"):
-        long = torch.randn(1, 1, 1025, 8)
-        npu_fusion_attention(long, long, long, 1, "BNSD", pse=torch.zeros(1, 1, 1024, 1025), backend="cpu")
+DENSE, TOKENS, LONG_ROWS = (1, 4, 8, 8), (8, 4, 8), (1, 1, 1025, 8)
+ENDS: dict[str, Any] = {"actual_seq_qlen": [8], "actual_seq_kvlen": [8]}
+ON_CPU = {"backend": "cpu"}
+
+
+@pytest.mark.parametrize(("shape", "heads", "layout", "options", "message"), [
+    (DENSE, 4, "BNSD", {}, "CPU tensors: move them"),
+    (DENSE, 4, "BNDS", ON_CPU, "input_layout must be one of"),
+    (DENSE, 8, "BNSD", ON_CPU, "has 4 heads in the layout BNSD, but head_num is 8"),
+    (DENSE, 4, "BSH", ON_CPU, "query must have 3 dimensions"),
+    ((4, 8, 8), 3, "BSH", ON_CPU, "must be head_num=3 heads"),
+    (DENSE, 4, "BNSD", ON_CPU | {"atten_mask": torch.zeros(8, 8)}, "atten_mask must be bool or uint8"),
+    (TOKENS, 4, "TND", ON_CPU, "needs actual_seq_qlen"),
+    (TOKENS, 4, "TND", ON_CPU | {name: torch.tensor(x) for name, x in ENDS.items()}, "list of host integers"),
+    (TOKENS, 4, "TND", ON_CPU | ENDS | {"actual_seq_qlen": [9]}, "running sums that end at 8 or before"),
+    (TOKENS, 4, "TND", ON_CPU | ENDS | {"pse": torch.zeros(1, 4, 8, 8)}, "pse is not supported for TND"),
+    (TOKENS, 4, "TND", ON_CPU | ENDS | {"atten_mask": torch.zeros(8, 8, dtype=torch.bool), "keep_prob": 0.5},
+        "dropout is not supported for TND"),
+    (LONG_ROWS, 1, "BNSD", ON_CPU | {"pse": torch.zeros(1, 1, 1024, 1025)}, "compressed ALiBi"),
+])  # fmt: skip
+def test_more_refusals(shape: tuple[int, ...], heads: int, layout: str, options: dict[str, Any], message: str) -> None:
+    q = torch.randn(shape)
+    with pytest.raises((ValueError, TypeError), match=message):
+        npu_fusion_attention(q, q, q, heads, layout, **options)
 
 
 # ---- the other direction -----------------------------------------------------------------------------------------
@@ -452,17 +442,14 @@ def test_our_packed_call_as_theirs() -> None:
     assert torch.equal(npu_fusion_attention(**arguments, backend="cpu").attention_out, ours)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"softcap": 2.0}, "no softcap"),
-        ({"seq_lens": torch.tensor([3])}, "no seq_lens: pack"),
-        ({"alibi_slopes": torch.ones(2)}, "npu_fusion_attention_v2 does"),
-        ({"layout": "thd"}, "as lists of host integers"),
-        ({"layout": "sbhd"}, "layout must be one of"),
-        ({"attn_bias": torch.zeros(5, 5), "sm_scale": 0.0}, "scales its bias"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"softcap": 2.0}, "no softcap"),
+    ({"seq_lens": torch.tensor([3])}, "no seq_lens: pack"),
+    ({"alibi_slopes": torch.ones(2)}, "npu_fusion_attention_v2 does"),
+    ({"layout": "thd"}, "as lists of host integers"),
+    ({"layout": "sbhd"}, "layout must be one of"),
+    ({"attn_bias": torch.zeros(5, 5), "sm_scale": 0.0}, "scales its bias"),
+])  # fmt: skip
 def test_what_theirs_cannot_express(changes: dict[str, Any], message: str) -> None:
     q = torch.randn(1, 2, 5, 8)
     with pytest.raises(ValueError, match=message):

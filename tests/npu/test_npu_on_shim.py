@@ -53,14 +53,9 @@ PLAIN = [
     case("window-causal-long", "float32", seqlen_q=300, seqlen_k=330, window=(33, 0), head_dim=16),
 ]
 FEATURES = [
-    case("softcap", "bfloat16", softcap=3.0, causal=True),
-    case("alibi", alibi="h"),
     case("alibi-causal-gqa", "bfloat16", heads=4, heads_kv=2, alibi="h", causal=True),
-    case("sinks", sinks=True),
     case("sinks-on-rows-without-keys", "float32", seqlen_q=150, seqlen_k=20, causal=True, sinks=True),
-    case("lens-window-sinks", "float32", batch=2, seq_lens=(100, 3), window=(7, 2), sinks=True),
     case("dropout-long", "float32", seqlen_q=150, seqlen_k=270, dropout_p=0.5),
-    case("bias-keys", "float32", bias="k"),
     case("bias-rows", "float32", seqlen_q=150, bias="1hq1", causal=True),
     case("bias-long", "float32", heads=1, seqlen_q=200, seqlen_k=190, bias="1k", window=(50, 20)),
     case("bias-heads-sinks", "bfloat16", seqlen_q=150, bias="h11", bias_dtype="float32", sinks=True, window=(9, 3),
@@ -81,10 +76,9 @@ PACKED = [
     case("packed-empty", "float32", lens_q=(0, 17, 9, 0, 5), lens_k=(4, 20, 0, 0, 6), sinks=True, slack=2),
     case("packed-more-queries", lens_q=(90, 40), lens_k=(13, 50), causal=True),
     case("packed-many-tiles", lens_q=(300, 20, 131), lens_k=(290, 150, 129), heads=1, window=(33, 10)),
-    case("packed-softcap-alibi-dv", lens_q=(50, 66), lens_k=(80, 20), head_dim_v=48, alibi="bh", softcap=5.0),
     case("packed-longest-fills-its-tiles", lens_q=(20, 30), lens_k=(512, 15), heads=1),
-    case("packed-everything", "bfloat16", lens_q=(70, 20, 0, 41), lens_k=(55, 90, 8, 41), heads=4, heads_kv=2, slack=4,
-         sinks=True, alibi="bh", window=(30, 6), softcap=7.0, dropout_p=0.2),
+    case("packed-everything", "bfloat16", head_dim_v=48, lens_q=(70, 20, 0, 41), lens_k=(55, 90, 8, 41), heads=4,
+         heads_kv=2, slack=4, sinks=True, alibi="bh", window=(30, 6), softcap=7.0, dropout_p=0.2),
 ]  # fmt: skip
 CASES = {x.name: x for x in (*PLAIN, *FEATURES, *PACKED)}
 

@@ -277,20 +277,6 @@ def test_what_could_not_win_is_not_compiled() -> None:
     assert max(at.share(c, A2) for c in found if c.module) <= best
 
 
-def test_what_must_overflow_is_not_compiled() -> None:
-    """Memory grows with rows and keys, and at most with their product; that of the vector cores is another matter."""
-
-    def tried(error: str) -> list[search.Candidate]:
-        return [search.Candidate(configs.AttentionTile(128, 256), None, error, [])]
-
-    found = tried("cc overflow: needs 640 KiB of 256")  # two and a half times what there is
-    for rows, keys, expected in ((128, 512, True), (256, 256, True), (64, 256, True), (128, 128, True),
-                                 (64, 128, False), (256, 128, False), (64, 512, False)):  # fmt: skip
-        assert search.overflows(configs.AttentionTile(rows, keys), found) == expected, (rows, keys)
-    assert not search.overflows(configs.AttentionTile(128, 512, vector_loop=2), found)
-    assert not search.overflows(configs.AttentionTile(128, 512), tried("ub overflow: needs 640 KiB of 192"))
-
-
 def test_a_budget_is_kept_and_what_it_left_out_is_counted(named: None) -> None:
     compiler = Compiler(32 * 32)
     found = search.Search(A2, compiler, 1, budget=4).row(entry())
@@ -335,11 +321,6 @@ def test_the_gradient_of_a_bias_is_ranked_on_its_own_tiles() -> None:
 
 def test_where_nothing_compiles_there_is_no_row() -> None:
     assert search.Search(A2, Compiler(0), 1).row(entry()) is None
-
-
-def test_places_leave_out_what_no_call_asks_for() -> None:
-    found = list(search.entries(A2, ("dkdv", "fwd"), ("float16",), (64,), ("even", "tail")))
-    assert [(p.kernel, p.mode) for p in found] == [("dkdv", "even"), ("fwd", "even"), ("fwd", "tail")]
 
 
 def test_compilations_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

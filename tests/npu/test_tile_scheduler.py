@@ -175,21 +175,3 @@ def test_work_is_spread_evenly(shape: Shape, name: str, programs: int) -> None:
     assert counts.max() - counts.min() <= 1
     assert steps.sum() > 0
     assert imbalance(taken, steps) <= shape.allowed
-
-
-def main() -> None:
-    """Print the schedule's balance beside that of every n-th block in memory order, for docs/log/ascend-tiles.md."""
-    for name, shape in SHAPES.items():
-        row = []
-        for kernel_name, programs in CASES:
-            taken, exists, steps = schedule(shape, kernel_name, programs)
-            in_order = torch.zeros_like(taken)
-            tasks = exists[:, None].expand_as(taken[0]).nonzero()
-            for i, (b, h, block) in enumerate(tasks.tolist()):
-                in_order[i % programs, b, h, block] = 1
-            row.append(f"{imbalance(in_order, steps):.2f} {imbalance(taken, steps):.2f} ")
-        print(f"{name:40s}", *row)
-
-
-if __name__ == "__main__":
-    main()

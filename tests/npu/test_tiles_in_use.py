@@ -139,24 +139,21 @@ def test_tiles_by_name() -> None:
     assert requested.parse("fwd=64x128x2, dq=32x16") == {"fwd": (64, 128, 2), "dq": (32, 16, None)}
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("64", "'64' is no tile"),
-        ("64x", "'64x' is no tile"),
-        ("64x128x2x2", "is no tile"),
-        ("-64x64", "is no tile"),
-        ("fwd=", "'' is no tile"),
-        ("fwd=64x64,", "'' is no tile"),
-        ("forward=64x64", "there is no kernel 'forward', but fwd, dq, dkdv, dbias"),
-        ("64x100", "100 keys: the cube unit takes multiples of 16"),
-        ("0x64", "0 rows"),
-        ("2048x64", "at most 1024"),
-        ("64x64x0", "0 workspace buffers"),
-        ("fwd=64x64,fwd=32x32", "fwd is named twice"),
-        ("64x64,dq=32x32", "dq is named twice"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("64", "'64' is no tile"),
+    ("64x", "'64x' is no tile"),
+    ("64x128x2x2", "is no tile"),
+    ("-64x64", "is no tile"),
+    ("fwd=", "'' is no tile"),
+    ("fwd=64x64,", "'' is no tile"),
+    ("forward=64x64", "there is no kernel 'forward', but fwd, dq, dkdv, dbias"),
+    ("64x100", "100 keys: the cube unit takes multiples of 16"),
+    ("0x64", "0 rows"),
+    ("2048x64", "at most 1024"),
+    ("64x64x0", "0 workspace buffers"),
+    ("fwd=64x64,fwd=32x32", "fwd is named twice"),
+    ("64x64,dq=32x32", "dq is named twice"),
+])  # fmt: skip
 def test_what_names_no_tile(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match="DIYFA_NPU_TILE") as caught:
         requested.parse(text)
@@ -491,16 +488,12 @@ PROBLEMS = {
     "cache": KVCacheProblem("npu", A2, "float16", "float16", "bshd", 4, 8, 8, 1, 1024, 64, 64, page_size=64),
 }
 OTHERS = {
-    "attention": [
-        {"dtype": "bfloat16"}, {"layout": "bshd"}, {"seqlen_k": 511}, {"head_dim": 24}, {"head_dim_v": 24},
+    "attention": [{"dtype": "bfloat16"}, {"layout": "bshd"}, {"seqlen_k": 511}, {"head_dim": 24}, {"head_dim_v": 24},
         {"window_right": 0}, {"window_left": 60}, {"window_left": 600}, {"softcap": 5.0}, {"alibi": True},
-        {"sinks": True}, {"dropout": True}, {"bias": "float16"}, {"bias": "float32"}, {"seq_lens": True},
-    ],
-    "cache": [
-        {"dtype": "bfloat16"}, {"layout": "thd"}, {"heads_kv": 4}, {"seqlen_q": 2}, {"capacity": 4096},
+        {"sinks": True}, {"dropout": True}, {"bias": "float16"}, {"bias": "float32"}, {"seq_lens": True}],
+    "cache": [{"dtype": "bfloat16"}, {"layout": "thd"}, {"heads_kv": 4}, {"seqlen_q": 2}, {"capacity": 4096},
         {"head_dim": 72}, {"head_dim_v": 72}, {"page_size": 128}, {"packed_keys": True}, {"window_left": 60},
-        {"window_right": 0}, {"softcap": 5.0}, {"alibi": True}, {"sinks": True}, {"num_splits": 2},
-    ],
+        {"window_right": 0}, {"softcap": 5.0}, {"alibi": True}, {"sinks": True}, {"num_splits": 2}],
 }  # fmt: skip
 
 

@@ -160,28 +160,6 @@ def test_packed_sequences_of_transformers(npu: torch.device) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_mask_of_transformers_that_says_everything(npu: torch.device, dtype: torch.dtype) -> None:
-    module, mask = (
-        SimpleNamespace(is_causal=True),
-        torch.randn(2, 1, 19, 33, generator=torch.Generator().manual_seed(3)),
-    )
-    given = mask.to(dtype).to(npu)
-    assert_matches_reference(
-        on(npu, lambda q, k, v: attention_of_transformers(module, q, k, v, given)[0].transpose(1, 2)),
-        leaves(*SHAPES, dtype=dtype), attn_bias=mask.to(dtype),
-    )  # fmt: skip
-
-
-def test_a_learned_bias_of_transformers(npu: torch.device) -> None:
-    module = SimpleNamespace(is_causal=False)
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return attention_of_transformers(module, q, k, v, None, position_bias=bias)[0].transpose(1, 2)
-
-    assert_matches_reference(on(npu, attend), leaves(*SHAPES, (1, 4, 19, 33), dtype=torch.float32))
-
-
 def test_one_token_of_transformers(npu: torch.device) -> None:
     """By the kernels over a cache, as a dynamic or a static one hands its keys on."""
     module, extras = SimpleNamespace(is_causal=True), {"softcap": 3.0, "sliding_window": 20}

@@ -34,27 +34,6 @@ def test_rows_of_no_sequence_are_not_read(npu: torch.device) -> None:
     assert not any(x[:3].any() or x[53:].any() for x in found[0][2:])
 
 
-def test_rows_of_no_sequence_are_not_written(npu: torch.device) -> None:
-    """The delta of a head ends where the next one's begins, and the last one's where the tensor does."""
-    from diyfa.backends.npu.attention.bwd_delta import PreprocessConstants, _bwd_preprocess_kernel
-
-    heads, rows, first = 2, 40, 4
-    out, dout = torch.randn(rows, heads, 32), torch.randn(rows, heads, 32)
-    delta = torch.full((heads * rows + 16,), -7.0).to(npu)
-    offsets = torch.tensor([first, 20, rows], dtype=torch.int32).to(npu)
-    strides = {
-        f"stride_{x}{dim}": stride for x in ("o", "do") for dim, stride in zip("bhm", (0, 32, heads * 32), strict=True)
-    }
-    constants = PreprocessConstants(32, 32, 16, seq_lens=False, varlen=True, has_dlse=False)
-    _bwd_preprocess_kernel[(1,)](
-        out_ptr=out.to(npu), dout_ptr=dout.to(npu), dlse_ptr=None, seq_lens_ptr=None, cu_seqlens_q_ptr=offsets,
-        delta_ptr=delta, batch=2, heads_q=heads, seqlen_q=rows, c=constants, **strides,
-    )  # fmt: skip
-    expected = torch.full((heads * rows + 16,), -7.0)
-    expected[: heads * rows].view(heads, rows)[:, first:] = (out * dout).sum(-1).t()[:, first:]
-    torch.testing.assert_close(delta.cpu(), expected)
-
-
 def test_gradients_of_captured_tensors_in_several_launches(npu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The workspace of the second call holds two of its six tasks."""
     from score_functions import FUNCTIONS

@@ -30,13 +30,10 @@ def test_cuda_blocks(kind: str, mask: str, blocks: tuple[int, int]) -> None:
 
 @pytest.mark.skipif("cuda" not in TARGETS, reason="no Triton")
 @pytest.mark.parametrize("mask", ["left", "right", "both", "none"])
-@pytest.mark.parametrize(
-    ("kind", "lengths"),
-    [
-        ("key_ranges", "SEQ_LENS"), ("query_ranges", "SEQ_LENS"), ("query_ranges_whole_keys", "SEQ_LENS"),
-        ("query_ranges_whole_keys", "PACKED"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "lengths"), [
+    ("key_ranges", "SEQ_LENS"), ("query_ranges", "SEQ_LENS"), ("query_ranges_whole_keys", "SEQ_LENS"),
+    ("query_ranges_whole_keys", "PACKED"),
+])  # fmt: skip
 def test_cuda_blocks_beyond_a_sequence_visit_nothing(kind: str, lengths: str, mask: str) -> None:
     import block_range_kernels
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from targets import TARGETS
 
-from diyfa.dropout import drop_threshold, dropout_mask, element_levels, head_keys, philox4x32, position_words
+from diyfa.dropout import drop_threshold, element_levels, head_keys, philox4x32, position_words
 
 pytest.importorskip("triton")
 # The helpers of both backends run in any Triton's interpreter; on a device only its own.
@@ -80,12 +80,3 @@ def test_origins_move_a_mask(backend, transposed) -> None:
             i, j = torch.arange(70) + 16 + i0 % 2**32, torch.arange(50) + j0 % 2**32
             words = [position_words(key, x) for key, x in zip(keys, (i, i, j, j), strict=True)]
             assert torch.equal(keep, element_levels(*words) >= drop_threshold(P)), (state, b0, h0, i0, j0)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_whole_mask(backend) -> None:
-    """Every head of a small call, against the public function."""
-    mask = dropout_mask(2, 3, 40, 37, P, seed=99, offset=2)
-    for b in range(2):
-        for h in range(3):
-            assert torch.equal(mask_in_tiles(backend, (99, 2), b, h, (0, 0, 40, 37), 16, 32, False), mask[b, h])

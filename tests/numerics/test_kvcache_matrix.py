@@ -249,6 +249,7 @@ OFFSETS: dict[str, tuple[list[int], list[int]]] = {  # of queries, of keys
     "far beyond": ([0, 3, 2**31 - 1], [0, 6, 2**31 - 1]),
     "descending": ([3, 4, 0], [6, 8, 1]),
     "all far before": ([-(2**31)] * 3, [-(2**31)] * 3),
+    "all far beyond": ([2**31 - 1] * 3, [2**31 - 1] * 3),
 }
 
 

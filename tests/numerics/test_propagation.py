@@ -33,22 +33,13 @@ CUT = (
     # No mask, but rows beyond the sequence: their gradients of the bias are 0.
     (AttentionCase("bias_lengths", batch=2, heads=1, seqlen_q=50, seq_lens=(46, 29), bias="bhqk"), "k v"),
     (AttentionCase("softcap_alibi", heads=1, seqlen_q=40, softcap=20.0, alibi="h", causal=True), "q k"),
-    (
-        AttentionCase(
-            "everything", batch=2, heads=2, heads_kv=1, seqlen_q=40, seqlen_k=50, seq_lens=(46, 29), window=(20, 3),
-            softcap=20.0, alibi="h", bias="hqk", sinks=True, dropout_p=0.2,
-        ),
-        "k v dout",
-    ),
+    (AttentionCase("everything", batch=2, heads=2, heads_kv=1, seqlen_q=40, seqlen_k=50, seq_lens=(46, 29),
+        window=(20, 3), softcap=20.0, alibi="h", bias="hqk", sinks=True, dropout_p=0.2), "k v dout"),
     (AttentionCase("float32", heads=1, seqlen_q=40, causal=True, dtype="float32", all_variants=True), "v dout"),
     (AttentionCase("bfloat16", heads=1, seqlen_q=40, causal=True, dtype="bfloat16"), "v dout"),
     (AttentionCase("mask", heads=1, seqlen_q=90, seqlen_k=70, head_dim=16, mask="11:64:0.6"), "k v dout"),
-    (
-        AttentionCase(
-            "mask_lengths", batch=2, heads=1, seqlen_q=80, head_dim=16, mask="b1:64:0.6", seq_lens=(75, 29), bias="bhqk"
-        ),
-        "q attn_bias",
-    ),
+    (AttentionCase("mask_lengths", batch=2, heads=1, seqlen_q=80, head_dim=16, mask="b1:64:0.6", seq_lens=(75, 29),
+        bias="bhqk"), "q attn_bias"),
     (AttentionCase("wide", heads=1, seqlen_q=40, head_dim=136, causal=True), "v dout"),
 )  # fmt: skip
 

@@ -132,10 +132,8 @@ def test_values_and_gradients(here: Target, name: str, sizes: str, causal: bool)
 
 COMPOSED: dict[str, dict[str, Any]] = {
     "window and sinks": {"window": (9, 4), "sinks": torch.tensor([0.3, 2.0])},
-    "softcap, ALiBi and bias": {
-        "softcap": 4.0, "alibi_slopes": torch.tensor([0.1, 0.05]), "causal": True,
-        "attn_bias": torch.linspace(-1, 1, 45 * 61).view(45, 61),
-    },
+    "softcap, ALiBi and bias": {"softcap": 4.0, "alibi_slopes": torch.tensor([0.1, 0.05]), "causal": True,
+        "attn_bias": torch.linspace(-1, 1, 45 * 61).view(45, 61)},
     "dropout": {"dropout_p": 0.3, "rng_state": torch.tensor([7, 11])},
     "seq_lens": {"seq_lens": torch.tensor([61, 23], dtype=torch.int32), "causal": True},
     "mask": {"mask": "random"},

@@ -138,11 +138,9 @@ def test_compile_packed_sequences(dynamic: bool) -> None:
 
 
 USES = {
-    "qkv": lambda x, y: (x, x, x),
-    "kv": lambda x, y: (y, x, x),
-    "qk": lambda x, y: (x, x, y),
+    "qkv": lambda x, y: (x, x, x), "kv": lambda x, y: (y, x, x), "qk": lambda x, y: (x, x, y),
     "qv": lambda x, y: (x, y, x),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("use", USES)

@@ -1,8 +1,8 @@
 """How many kernels a training run of many lengths would compile, printed as JSON by running this file.
 
-Needs Triton without its interpreter, and no GPU: the launchers run, and a launch is replaced by the key under which its
-binary would be looked up. For each run and kernel: `tiles`, the sets of constants and options (what the
-tables choose); `keys`, the most kernels that one tile is compiled to; `causes`, the arguments that tell those apart.
+Needs Triton without its interpreter, and no GPU: calls of the public functions are recorded. For each run and kernel:
+`tiles`, the sets of constants and options (what the tables choose); `keys`, the most kernels that one tile is compiled
+to; `causes`, the arguments that tell those apart.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import json
 import random
 import sys
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
 
-from diyfa.backends.cuda import backend as cuda
-from diyfa.backends.cuda.attention import bwd, configs, fwd
-from diyfa.backends.cuda.runtime import launcher, passes, tune
-from diyfa.ops import describe_attention
-from diyfa.options import NO_LENGTHS, AttentionOptions, Lengths, bind
-from diyfa.problem import LAYOUTS, VARLEN, AttentionGradients, Launch
+import diyfa
+from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.backends.cuda.runtime import launcher
+from diyfa.problem import LAYOUTS, Launch
+from diyfa.ready.calls import empty
+from diyfa.ready.recording import recording
 
 CALLS = 200
 HEADS, HEADS_KV = 4, 2
@@ -52,128 +53,105 @@ def summary() -> dict[str, dict[str, Any]]:
     return counts
 
 
-def train(
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    lengths: Lengths,
-    wants_dlse: bool,
-    kinds: tuple[str, ...] = configs.SPLIT,
-    **options: Any,
-) -> None:
+def train(attend: Any, *tensors: Any, dlse: bool = False, **options: Any) -> None:
     """One forward and backward pass; nothing is computed."""
-    q, k, v = qkv
-    checked = AttentionOptions(sm_scale=0.1, needs_grad=True, **{"window_right": 0, **options})
-    problem, tensors = describe_attention(cuda, q, k, v, lengths, checked), bind(q, k, v, lengths, checked)
-    bias = tensors.attn_bias
-    out, lse = torch.empty_like(q), torch.empty(problem.lse_shape)
-    passes.launch_each(fwd.forward_pass(problem, tensors, out, lse).launches)
-    dbias = torch.empty_like(bias) if bias is not None else None
-    gradients = AttentionGradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias)
-    dlse = torch.empty_like(lse) if wants_dlse else None
-    backward = bwd.backward_pass(problem, tensors, out, lse, torch.empty_like(out), dlse, gradients, kinds)
-    passes.launch_each(backward.launches)
+    out, lse = attend(*tensors, return_lse=True, **options)
+    results = [out, lse] if dlse else [out]
+    torch.autograd.backward(results, [torch.empty_like(x) for x in results])
 
 
-def packed(rng: random.Random, head_dim: int, wants_dlse: bool, self_attention: bool, **features: Any) -> None:
+def varlen(lengths: tuple[int, int, int, int, int], head_dim: int, heads_kv: int, **options: Any) -> None:
+    """`lengths`: the number of sequences, all queries and keys, and those of the longest sequence."""
+    batch, total_q, total_k, longest_q, longest_k = lengths
+    rows = ((total_q, HEADS), (total_k, heads_kv), (total_k, heads_kv))
+    q, k, v = (empty(*each, head_dim, dtype=torch.float16, grad=True) for each in rows)
+    offsets = empty(batch + 1)
+    train(diyfa.flash_attention_varlen, q, k, v, offsets, offsets, longest_q, longest_k, **options)
+
+
+def packed(rng: random.Random, head_dim: int = 128, is_cross: bool = False, **options: Any) -> None:
     """Packed sequences: totals, longest lengths and the number of sequences differ from call to call."""
     batch = rng.randint(1, 64)
     total_q = rng.randint(2 * batch, 8192)
-    total_k = total_q if self_attention else rng.randint(2 * batch, 8192)
-    q = torch.empty(total_q, HEADS, head_dim, dtype=torch.float16)
-    k, v = (torch.empty(total_k, HEADS_KV, head_dim, dtype=torch.float16) for _ in range(2))
-    offsets = torch.zeros(batch + 1, dtype=torch.int32)
+    total_k = rng.randint(2 * batch, 8192) if is_cross else total_q
     longest_q = rng.randint(2, total_q)
-    longest_k = longest_q if self_attention else rng.randint(2, total_k)
-    lengths = Lengths(offsets, offsets, None, longest_q, longest_k)
-    dropout = {"rng_state": torch.zeros(2, dtype=torch.int64), "dropout_p": rng.choice((0.1, 0.125, 0.5))}
-    train((q, k, v), lengths, wants_dlse, layout=VARLEN, **dropout, **features)
+    longest_k = rng.randint(2, total_k) if is_cross else longest_q
+    if options.pop("window", False):
+        options["window"] = (rng.randint(0, 9), 0)  # a longer one may exclude nothing
+    dropout_p = rng.choice((0.1, 0.125, 0.5))
+    lengths = batch, total_q, total_k, longest_q, longest_k
+    varlen(lengths, head_dim, HEADS_KV, causal=True, dropout_p=dropout_p, variant="v2", **options)
 
 
 def dense(
-    rng: random.Random, head_dim: int, wants_dlse: bool, self_attention: bool, layout: str, bias: str = ""
+    rng: random.Random, head_dim: int = 64, layout: str = "bhsd", is_cross: bool = False, bias: str = "", **options: Any
 ) -> None:
     """Dense batches: lengths and the batch size differ from call to call."""
     batch, seqlen_q, seqlen_k = rng.randint(1, 8), rng.randint(2, 1500), rng.randint(2, 1500)
-    if self_attention:
+    if not is_cross:
         seqlen_k = seqlen_q
+    shapes = [(batch, h, n, head_dim) for h, n in ((HEADS, seqlen_q), (HEADS_KV, seqlen_k), (HEADS_KV, seqlen_k))]
+    q, k, v = (empty(*[x[i] for i in LAYOUTS[layout]], dtype=torch.float16, grad=True) for x in shapes)
+    if bias:
+        of_bias = {
+            "full": (HEADS, seqlen_q, seqlen_k),
+            "keys": (batch, 1, 1, seqlen_k),
+            "queries": (HEADS, seqlen_q, 1),
+        }
+        options["attn_bias"] = empty(*of_bias[bias], dtype=torch.float16, grad=True)
+    attend = diyfa.flash_attention if layout == "bhsd" else diyfa.flash_attention_v2
+    train(attend, q, k, v, causal=True, variant="v2", **options)
 
-    def tensor(heads: int, seqlen: int) -> torch.Tensor:
-        shape = (batch, heads, seqlen, head_dim)
-        return torch.empty([shape[i] for i in LAYOUTS[layout]], dtype=torch.float16)
 
-    q, k, v = tensor(HEADS, seqlen_q), tensor(HEADS_KV, seqlen_k), tensor(HEADS_KV, seqlen_k)
-    shapes = {"full": (HEADS, seqlen_q, seqlen_k), "keys": (batch, 1, 1, seqlen_k), "queries": (HEADS, seqlen_q, 1)}
-    attn_bias = torch.empty(shapes[bias], dtype=torch.float16) if bias else None
-    train((q, k, v), NO_LENGTHS, wants_dlse, layout=layout, attn_bias=attn_bias, bias_grad=bool(bias))
-
-
-def short(rng: random.Random, wants_dlse: bool, packs: bool) -> None:
+def short(rng: random.Random, packs: bool = False, **options: Any) -> None:
     """Sequences that one tile holds, such as windows: their number and lengths differ, heads are not grouped."""
     batch, longest_q, longest_k = rng.randint(2, 64), rng.randint(33, ONE_TILE), rng.randint(33, ONE_TILE)
-    leading = (batch * ONE_TILE - rng.randint(0, 40),) if packs else (batch,)
-    rows = ((), (), ()) if packs else ((longest_q,), (longest_k,), (longest_k,))
-    q, k, v = (torch.empty(*leading, *row, HEADS, 32, dtype=torch.float16) for row in rows)
-    offsets = torch.zeros(batch + 1, dtype=torch.int32)
-    lengths = Lengths(offsets, offsets, None, longest_q, longest_k) if packs else NO_LENGTHS
-    train((q, k, v), lengths, wants_dlse, configs.SHORT, layout=VARLEN if packs else "bshd")
+    if packs:
+        total = batch * ONE_TILE - rng.randint(0, 40)
+        varlen((batch, total, total, longest_q, longest_k), 32, HEADS, causal=True, **options)
+        return
+    rows = (longest_q, longest_k, longest_k)
+    q, k, v = (empty(batch, n, HEADS, 32, dtype=torch.float16, grad=True) for n in rows)
+    train(diyfa.flash_attention_v2, q, k, v, causal=True, **options)
 
 
 def hopper(rng: random.Random) -> None:
     """The Hopper kernel's forward pass, of lengths that it takes."""
-    from diyfa.backends.cuda.hopper import configs as hopper_configs
-    from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
-
-    hopper_configs.multiprocessors = lambda device: 132
-    shape = (8, 2 * HEADS, rng.randint(1024, 4000), 128)
-    q, k, v = (torch.empty(shape, dtype=torch.float16) for _ in range(3))
-    options = AttentionOptions("bhsd", 0.1, window_right=0, needs_grad=True)
-    problem = describe_attention(cuda, q, k, v, NO_LENGTHS, options)
-    assert hopper_configs.refuses(problem) is None
-    tensors = bind(q, k, v, NO_LENGTHS, options)
-    forward = hopper_fwd_launch.forward_pass(problem, tensors, torch.empty_like(q), torch.empty(problem.lse_shape))
-    passes.launch_each(forward.launches)
+    shape = 8, 2 * HEADS, rng.randint(1024, 4000), 128
+    q, k, v = (empty(*shape, dtype=torch.float16, grad=True) for _ in range(3))
+    diyfa.flash_attention(q, k, v, causal=True, variant="sm90")
 
 
-def windowed(rng: random.Random, **arguments: Any) -> None:
-    packed(rng, window_left=rng.randint(0, 9), **arguments)  # a longer one may exclude nothing
-
-
-RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "packed": (packed, {"head_dim": 128, "wants_dlse": False, "self_attention": True}),
-    "packed, window": (windowed, {"head_dim": 64, "wants_dlse": False, "self_attention": True}),
-    "packed, cross": (packed, {"head_dim": 128, "wants_dlse": False, "self_attention": False}),
-    "packed, dlse": (packed, {"head_dim": 128, "wants_dlse": True, "self_attention": True}),
-    "packed, D=40": (packed, {"head_dim": 40, "wants_dlse": False, "self_attention": True}),
-    "bshd": (dense, {"head_dim": 128, "wants_dlse": False, "self_attention": True, "layout": "bshd"}),
-    "bhsd": (dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd"}),
-    "bhsd, cross": (dense, {"head_dim": 64, "wants_dlse": False, "self_attention": False, "layout": "bhsd"}),
-    "bhsd, dlse": (dense, {"head_dim": 64, "wants_dlse": True, "self_attention": True, "layout": "bhsd"}),
-    "bhsd, D=40": (dense, {"head_dim": 40, "wants_dlse": False, "self_attention": True, "layout": "bhsd"}),
-    "short": (short, {"wants_dlse": False, "packs": False}),
-    "short, dlse": (short, {"wants_dlse": True, "packs": False}),
-    "short, packed": (short, {"wants_dlse": True, "packs": True}),
-    "bias": (dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "full"}),
-    "bias of keys": (
-        dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "keys"}
-    ),
-    "bias of queries": (
-        dense, {"head_dim": 64, "wants_dlse": False, "self_attention": True, "layout": "bhsd", "bias": "queries"}
-    ),
-}  # fmt: skip
+RUNS: dict[str, Any] = {
+    "packed": packed,
+    "packed, window": partial(packed, head_dim=64, window=True),
+    "packed, cross": partial(packed, is_cross=True),
+    "packed, dlse": partial(packed, dlse=True),
+    "packed, D=40": partial(packed, head_dim=40),
+    "bshd": partial(dense, layout="bshd", head_dim=128),
+    "bhsd": dense,
+    "bhsd, cross": partial(dense, is_cross=True),
+    "bhsd, dlse": partial(dense, dlse=True),
+    "bhsd, D=40": partial(dense, head_dim=40),
+    "short": short,
+    "short, dlse": partial(short, dlse=True),
+    "short packed": partial(short, dlse=True, packs=True),
+    "bias": partial(dense, bias="full"),
+    "bias of keys": partial(dense, bias="keys"),
+    "bias of queries": partial(dense, bias="queries"),
+}
 
 
 def main() -> None:
-    from diyfa.backends.cuda.hopper import configs as hopper_configs
-
-    launcher.recorder = record
-    tune.set_enabled(False)
     counts = {}
-    runs = RUNS if hopper_configs.environment_refusal() else {**RUNS, "Hopper": (hopper, {})}
-    for name, (call, arguments) in runs.items():
-        keys.clear()
-        rng = random.Random(name)
-        for _ in range(CALLS):
-            call(rng, **arguments)
-        counts[name] = summary()
+    with recording("cuda", "sm_90"):
+        launcher.recorder = record
+        for name, call in (RUNS if hopper_configs.environment_refusal() else {**RUNS, "Hopper": hopper}).items():
+            keys.clear()
+            rng = random.Random(name)
+            for _ in range(CALLS):
+                call(rng)
+            counts[name] = summary()
     json.dump(counts, sys.stdout)
 
 

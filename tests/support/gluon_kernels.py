@@ -5,7 +5,6 @@ from __future__ import annotations
 import hopper_gluon  # noqa: F401
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -163,22 +162,16 @@ def _multiply(c_ptr, a_buffers, b_buffers, full, empty, n_blocks, STAGES: gl.con
         elif BUG == "through_registers":  # no bug
             a = a.load(gl.DotOperandLayout(0, OUT, 2))
             fence_async_shared()
-        elif BUG == "through_shared" or BUG == "no_fence":  # the first is none
+        elif BUG == "through_shared":  # no bug
             copy.store(a.load(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])))
-            if BUG != "no_fence":
-                fence_async_shared()
+            fence_async_shared()
             a = copy
         running = warpgroup_mma(a, b_buffers.index(stage), acc, is_async=True)
-        if BUG == "early_release":
-            mbarrier.arrive(empty.index(stage), count=1)
         if BUG == "no_wait":
             acc = running * 1.0
-        elif BUG == "short_wait":
-            acc = warpgroup_mma_wait(1, deps=[running]) * 1.0
         else:
             acc = warpgroup_mma_wait(0, deps=[running])
-        if BUG != "early_release":
-            mbarrier.arrive(empty.index(stage), count=1)
+        mbarrier.arrive(empty.index(stage), count=1)
     rows = gl.arange(0, M, layout=gl.SliceLayout(1, OUT))
     columns = gl.arange(0, N, layout=gl.SliceLayout(0, OUT))
     gl.store(c_ptr + rows[:, None] * N + columns[None, :], acc)
@@ -274,59 +267,6 @@ def arithmetic(x_ptr, n, out_ptr, OPERATION: gl.constexpr):
 
 
 @gluon.jit
-def take_numbers(out_ptr, counter_ptr, n, BUG: gl.constexpr):
-    """Programs of one warp number n places as they come, by a counter that the last one clears."""
-    number = gl.program_id(0)
-    while number < n:
-        gl.store(out_ptr + number, gl.program_id(0) + 1)
-        drawn = gl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.b32 $0, 0; "
-            "@p atom.global.relaxed.gpu.add.u32 $0, [$1], 1; }",
-            "=r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        if BUG != "first_lane":
-            drawn = gl.inline_asm_elementwise(
-                "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [drawn], dtype=gl.int32, is_pure=False, pack=1
-            )
-        if BUG == "plain_load":
-            drawn = gl.load(counter_ptr)
-        number = gl.num_programs(0) + drawn
-    if BUG == "relaxed":
-        left = gl.atomic_add(counter_ptr + 1, 1, sem="relaxed")
-    else:
-        left = gl.atomic_add(counter_ptr + 1, 1, sem="acq_rel")
-    last = 0 if BUG == "first_clears" else gl.num_programs(0) - 1
-    if left == last:
-        gl.store(counter_ptr, 0)
-        gl.store(counter_ptr + 1, 0)
-
-
-@gluon.jit
-def multiply_by_warps(a_ptr, b_ptr, c_ptr, BUG: gl.constexpr):
-    """c = a @ b + a @ b, [64, 32] from [64, 16] and [16, 32], all in registers."""
-    VERSION: gl.constexpr = 3 if BUG == "version" else 2
-    WARPS: gl.constexpr = 8 if BUG == "warps" else 4
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([VERSION, 0], [WARPS, 1], [16, 32, 16] if VERSION == 3 else [16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(1 if BUG == "operand" else 0, MMA, 4 if BUG == "k_width" else 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    K: gl.constexpr = 8 if BUG == "short" else 16
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LEFT))
-    along_a = gl.arange(0, K, layout=gl.SliceLayout(0, LEFT))
-    along_b = gl.arange(0, K, layout=gl.SliceLayout(1, RIGHT))
-    columns = gl.arange(0, 32, layout=gl.SliceLayout(0, RIGHT))
-    a = gl.load(a_ptr + rows[:, None] * 16 + along_a[None, :])
-    b = gl.load(b_ptr + along_b[:, None] * 32 + columns[None, :])
-    if BUG == "dtype":
-        a = a.to(gl.float32)
-        b = b.to(gl.float32)
-    c = gl.zeros([64, 32], gl.float32, MMA)
-    c = mma_v2(a, b, mma_v2(a, b, c))
-    out_rows = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
-    out_columns = gl.arange(0, 32, layout=gl.SliceLayout(0, MMA))
-    gl.store(c_ptr + out_rows[:, None] * 32 + out_columns[None, :], c)
-
-
-@gluon.jit
 def join_tiles(out_ptr, BUG: gl.constexpr):
     """out [64, 128] fp16: four tiles of 64 columns in shared memory, filled with their numbers; the last two as one."""
     SWIZZLE: gl.constexpr = 64 if BUG == "swizzle" else 128
@@ -361,40 +301,6 @@ def split_tiles(out_ptr, N_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def double_behind_partitions(x_tensor, x_ptr, BUG: gl.constexpr):
-    """A partition fills x [64, 64] fp16 with ones through TMA, and the program doubles it once that has ended."""
-    if BUG != "early":
-        gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
-    buffer = gl.allocate_shared_memory(gl.float16, [64, 64], x_tensor.layout)
-    gl.warp_specialize([(_idle, ()), (_fill_with_ones, (x_tensor, buffer, BUG))], [4], [24])
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    places = x_ptr + rows[:, None] * 64 + columns[None, :]
-    gl.store(places, gl.load(places) * 2.0)
-
-
-@gluon.jit
-def _idle():
-    pass
-
-
-@gluon.jit
-def _fill_with_ones(x_tensor, buffer, BUG: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
-    buffer.store(gl.full([64, 64], 1.0, gl.float16, LAYOUT))
-    fence_async_shared()
-    async_store(x_tensor, [0, 0], buffer)
-    tma.store_wait(0)
-    if BUG != "read_only":
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
 def _instruction(name: gl.constexpr, x):
     return gl.inline_asm_elementwise(name + " $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
@@ -423,11 +329,24 @@ def of_subnormals(x_ptr, out_ptr):
     gl.store(out_ptr + 13, gl.where(small != 0.0, small, -1.0))
     gl.store(out_ptr + 14, small.to(gl.bfloat16).to(gl.float32))
     gl.store(out_ptr + 15, half.to(gl.float16).to(gl.float32))
-    gl.store(out_ptr + 16, _instruction("ex2.approx.ftz.f32", low))
-    gl.store(out_ptr + 17, _instruction("ex2.approx.f32", low))
-    gl.store(out_ptr + 18, _instruction("lg2.approx.f32", small))
-    gl.store(out_ptr + 19, _instruction("lg2.approx.ftz.f32", small))
-    gl.store(out_ptr + 20, _instruction("tanh.approx.f32", small))
-    gl.store(out_ptr + 21, _instruction("rcp.approx.f32", large))
-    gl.store(out_ptr + 22, _instruction("rcp.approx.ftz.f32", large))
-    gl.store(out_ptr + 23, _instruction("rcp.approx.ftz.f32", small))
+    gl.store(out_ptr + 16, _instruction("rcp.approx.ftz.f32", large))
+    gl.store(out_ptr + 17, _instruction("rcp.approx.ftz.f32", small))
+
+
+@gluon.jit
+def constant_in_rounds(out_ptr):
+    for i in gl.static_range(2):
+        TWICE: gl.constexpr = i * 2
+        gl.store(out_ptr + i, TWICE)
+
+
+@gluon.jit
+def _store(out_ptr, values):
+    gl.store(out_ptr + gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0])), values)
+
+
+@gluon.jit
+def block_to_partition(out_ptr):
+    """A partition gets a block of registers of the program."""
+    values = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    gl.warp_specialize([(_store, (out_ptr, values)), (_store, (out_ptr, values))], [4], [24])

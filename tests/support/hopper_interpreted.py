@@ -46,6 +46,11 @@ from diyfa.testing import (
 interpreted_only = pytest.mark.skipif(
     not is_interpreting(), reason="CPU tensors are refused: here the kernel itself is run"
 )
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+runs_the_kernel = pytest.mark.skipif(
+    not is_interpreting() and not ON_HOPPER, reason="neither interpreter nor sm_90 GPU"
+)
+DEVICE = "cpu" if is_interpreting() else "cuda"
 KERNEL_MODULES = (
     "gluon.barriers", "gluon.channel", "gluon.ring", "gluon.scheduler", "gluon.tile_info", "hopper.mma",
     "hopper.overflow", "hopper.tiles", "hopper.float8", "hopper.chunks", "hopper.fwd_common", "hopper.fwd_producer",
@@ -58,11 +63,9 @@ BACKWARD_MODULES = (
 )  # fmt: skip
 WIDE_BACKWARD_MODULES = (*BACKWARD_MODULES, "hopper.bwd_wide_dq")
 BACKWARD_KERNELS = {
-    "_prepare_kernel": hopper_bwd_dq,
-    "_bwd_sm90_kernel": hopper_bwd,
-    "_bwd_wide_dq_kernel": hopper_bwd_wide_dq,
+    "_prepare_kernel": hopper_bwd_dq, "_bwd_sm90_kernel": hopper_bwd, "_bwd_wide_dq_kernel": hopper_bwd_wide_dq,
     "_convert_kernel": hopper_bwd_dq,
-}
+}  # fmt: skip
 FORWARD = hopper_configs.Sm90Config(1, 64, 4, True, 232, 24)  # one that takes all that the backward takes
 MULTIPROCESSORS = 2
 FROM_THE_TABLE = hopper_configs.select_config.__wrapped__  # without what problems keep

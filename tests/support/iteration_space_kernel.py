@@ -67,20 +67,12 @@ def iteration_space(
     cu_seqlens_q = None if offsets is None else torch.tensor(offsets, dtype=torch.int32).to(device)
     line, tiles = line.to(device), tiles.to(device)
     arguments = {
-        "positions_ptr": at.to(device),
-        "line_ptr": line,
-        "tiles_ptr": tiles,
-        "cu_seqlens_q_ptr": cu_seqlens_q,
-        "seqlens_ptr": seqlens.to(device),
-        "n_shares": n_shares,
-        "batch": problem.batch,
-        "blocks_m": stream_k.tiles_per_sequence(problem, config),
-        "head_rounds": problem.heads_kv,
-        "seqlen_q": problem.seqlen_q,
-        "total_q": problem.total_q,
-        "capacity": problem.capacity,
+        "positions_ptr": at.to(device), "line_ptr": line, "tiles_ptr": tiles, "cu_seqlens_q_ptr": cu_seqlens_q,
+        "seqlens_ptr": seqlens.to(device), "n_shares": n_shares, "batch": problem.batch,
+        "blocks_m": stream_k.tiles_per_sequence(problem, config), "head_rounds": problem.heads_kv,
+        "seqlen_q": problem.seqlen_q, "total_q": problem.total_q, "capacity": problem.capacity,
         "group": problem.heads_q // problem.heads_kv,
-    }
+    }  # fmt: skip
     constants = {"c": kernel_constants(problem, config)}
     launch_kernel(Launch(_positions_kernel, len(positions), arguments, constants, {"num_warps": 1}))
     return Line(*line.tolist(), [(tile, begin, same) for tile, begin, same in tiles.tolist()])

@@ -21,22 +21,14 @@ from diyfa.ready.recording import record  # noqa: E402
 
 CONFIGS = {
     "llama": {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "torch_dtype": "bfloat16"},
-    "gemma2": {
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "torch_dtype": "bfloat16",
-        "sliding_window": 1024, "attn_logit_softcapping": 50.0, "model_type": "gemma2",
-    },
-    "gpt_oss": {
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "torch_dtype": "bfloat16",
-        "sliding_window": 128, "model_type": "gpt_oss", "layer_types": ["full_attention", "sliding_attention"],
-    },
-    "mla": {
-        "num_attention_heads": 128, "hidden_size": 7168, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128, "v_head_dim": 128, "torch_dtype": "bfloat16",
-    },
-    "bert": {
-        "num_attention_heads": 12, "hidden_size": 768, "torch_dtype": "float16", "model_type": "bert",
-        "architectures": ["BertForMaskedLM"],
-    },
+    "gemma2": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "torch_dtype": "bfloat16",
+        "sliding_window": 1024, "attn_logit_softcapping": 50.0, "model_type": "gemma2"},
+    "gpt_oss": {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "torch_dtype": "bfloat16",
+        "sliding_window": 128, "model_type": "gpt_oss", "layer_types": ["full_attention", "sliding_attention"]},
+    "mla": {"num_attention_heads": 128, "hidden_size": 7168, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128, "v_head_dim": 128, "torch_dtype": "bfloat16"},
+    "bert": {"num_attention_heads": 12, "hidden_size": 768, "torch_dtype": "float16", "model_type": "bert",
+        "architectures": ["BertForMaskedLM"]},
 }  # fmt: skip
 PAGES = (0, 16, 128)
 MAX_TOKENS = 200_000

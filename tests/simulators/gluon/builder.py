@@ -21,7 +21,6 @@ from .atomics import add_scalar
 from .errors import InvalidOperand, Overflow, assigned_name, location
 from .layouts import inference, num_warps_of
 from .markers import ARRIVE_MARKER, RELEASE_MARKER, WAIT_MARKER, take_marker
-from .mma import product
 from .numerics import FLOAT8, flush, narrow, poison, stored, widen
 from .program import Program
 from .scheduler import current
@@ -93,9 +92,6 @@ class Builder(InterpreterBuilder):
 
     def get_swizzled_shared_layout(self, vec: int, per_phase: int, max_phase: int, order: Any, cga: Any) -> Any:
         return gl.SwizzledSharedLayout(vec, per_phase, max_phase, order, cga)
-
-    def get_shared_linear_layout(self, offset: Any, block: Any, alignment: int) -> Any:
-        return gl.SharedLinearLayout(offset, block, alignment)
 
     def get_gluon_layout_from_memdesc(self, view: SharedView) -> Any:
         return view.layout
@@ -328,13 +324,6 @@ class Builder(InterpreterBuilder):
         if not read_only:
             raise NotImplementedError(f"a wait at {location()} until stores are written")
         self.program.stores(current()).wait(pending)
-
-    # ---- mma.sync
-
-    def create_dot(
-        self, a: TensorHandle, b: TensorHandle, acc: TensorHandle, precision: Any, imprecise: Any
-    ) -> TensorHandle:
-        return product(a, b, acc)
 
     # ---- wgmma
 

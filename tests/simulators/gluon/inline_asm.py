@@ -23,15 +23,7 @@ from .scheduler import current
 _BARRIER = re.compile(r"bar(?:rier)?\.(sync|arrive)(?:\.aligned)?\s+(\d+)\s*,\s*(\d+)\s*;")
 _NUMBERS = 16
 # float32 functions of one argument: `name $0, $1;`. Those with `.ftz` in their names flush subnormal numbers.
-FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "ex2.approx.ftz.f32": np.exp2,
-    "ex2.approx.f32": np.exp2,
-    "lg2.approx.f32": np.log2,
-    "lg2.approx.ftz.f32": np.log2,
-    "tanh.approx.f32": np.tanh,
-    "rcp.approx.f32": np.reciprocal,
-    "rcp.approx.ftz.f32": np.reciprocal,
-}
+FUNCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"rcp.approx.ftz.f32": np.reciprocal}
 _FUNCTION = re.compile(r"^\s*([\w.]+)\s+\$0\s*,\s*\$1\s*;\s*$")
 
 

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import triton.language.core as tl_core
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import ampere, hopper
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from . import mma
 from .errors import InvalidOperand, Race, location
 from .loops import CARRIED, carrying_code
 from .scheduler import current
@@ -139,13 +138,6 @@ def _warpgroup_mma(a: Any, b: Any, acc: Any, **kwargs: Any) -> Any:
     return lift(hopper.warpgroup_mma(a, b, acc, **kwargs, _semantic=_semantic()))
 
 
-def _mma_v2(a: Any, b: Any, acc: Any) -> Any:
-    if isinstance(acc, Accumulator):
-        _refuse("mma_v2")(acc)
-    mma.check_operands(a, b, acc, current().num_warps)
-    return lift(ampere.mma_v2(a, b, acc, _semantic=_semantic()))
-
-
 def _range(*bounds: Any, **hints: Any) -> Iterator[Any]:
     """Yield the loop variable as a number of the kernel, whose division rounds towards zero."""
     for i in builtins.range(*(int(unwrap(bound)) for bound in bounds)):
@@ -169,7 +161,6 @@ _REPLACED = {
     id(gl.min): _reduction("min", np.fmin.reduce),
     id(gl.sum): _reduction("sum", np.sum),
     id(hopper.warpgroup_mma): _warpgroup_mma,
-    id(ampere.mma_v2): _mma_v2,
     id(gl.static_range): _static_range,
 }
 
