@@ -22,7 +22,6 @@ from diyfa.problem import (
     Kernel,
     KVCacheProblem,
     cached_per_kind,
-    cached_per_problem,
     refuse_features,
 )
 
@@ -168,21 +167,6 @@ def test_use_backend_belongs_to_its_thread() -> None:
     for thread in threads:
         thread.join()
     assert [seen[i] for i in range(len(names))] == names and registry.forced_backend() == ""
-
-
-def test_decisions_are_cached_per_problem() -> None:
-    asked = []
-
-    @cached_per_problem
-    def decide(problem: AttentionProblem, kind: str) -> str:
-        asked.append(kind)
-        return f"{kind} {problem.seqlen_q}"
-
-    first, second = problem(seqlen_q=4), problem(seqlen_q=4)
-    assert [decide(first, "a"), decide(first, "b"), decide(first, "a")] == ["a 4", "b 4", "a 4"] and asked == ["a", "b"]
-    assert first == second and hash(first) == hash(second) and repr(first) == repr(second)
-    assert decide(first.replace(seqlen_q=5), "a") == "a 5"
-    assert decide(pickle.loads(pickle.dumps(first)), "a") == "a 4"
 
 
 def test_decisions_are_cached_per_kind() -> None:
