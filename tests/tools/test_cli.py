@@ -347,6 +347,7 @@ def test_info_survives_a_torch_npu_without_cann(tmp_path):
     npu = json.loads(result.stdout)["npu"]
     assert npu["installed"] and not npu["available"] and npu["version"] == "9.9"
     assert "libhccl.so" in npu["problem"] and "set_env.sh" in npu["remedy"]
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in npu["remedy"]
 
 
 # --- demo -------------------------------------------------------------------------------------------------------------
