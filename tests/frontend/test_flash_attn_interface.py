@@ -104,33 +104,26 @@ def described(name: str, **changes: Any) -> AttentionCase:
 
 EVEN = {"lens_q": (17, 1, 40, 0, 9)}
 UNEVEN = {"lens_q": (17, 5, 0, 33, 1), "lens_k": (30, 0, 7, 12, 40)}
+SCORES = {"softcap": 4.0, "sm_scale": 0.3}
 CASES = [
     described("dense"),
     described("dense_causal_gqa", heads_kv=2, seqlen_q=20, seqlen_k=51, causal=True),
     described("dense_rows_without_keys", seqlen_q=50, seqlen_k=20, causal=True),
-    described("dense_window", window=(7, 3), softcap=4.0),
-    described("dense_causal_caps_right", window=(9, 9), causal=True),
-    described("dense_scale", sm_scale=0.3),
-    described("dense_alibi", alibi="h", causal=True),
-    described("dense_alibi_batch", alibi="bh", seqlen_k=61),
-    described("dense_dv", head_dim_v=16),
+    described("dense_causal_caps_right", window=(9, 9), causal=True, alibi="h"),
+    described("dense_everything", heads_kv=2, seqlen_k=61, head_dim_v=16, window=(7, 3), alibi="bh", **SCORES),
     described("dense_dropout", heads_kv=2, dropout_p=0.3, causal=True),
     described("qkv", packing="qkv", causal=True),
-    described("qkv_deterministic", packing="qkv", sm_scale=0.2),
+    described("qkv_deterministic", packing="qkv", window=(11, 3), alibi="h", **SCORES),
     described("qkv_dropout", packing="qkv", dropout_p=0.17),
     described("kv", packing="kv", seqlen_k=60),
-    described("kv_gqa_window", packing="kv", heads_kv=1, window=(11, 0)),
-    described("varlen", **EVEN),
-    described("varlen_uneven", **UNEVEN, heads_kv=2),
+    described("kv_everything", packing="kv", heads_kv=1, window=(11, 0), alibi="bh", **SCORES),
     described("varlen_uneven_causal", **UNEVEN, causal=True),
-    described("varlen_window_softcap", **UNEVEN, window=(6, 6), softcap=3.0),
-    described("varlen_alibi", **EVEN, alibi="h", causal=True),
-    described("varlen_alibi_batch", **UNEVEN, alibi="bh"),
-    described("varlen_dv", **UNEVEN, head_dim_v=16),
+    described("varlen_everything", **UNEVEN, heads_kv=2, head_dim_v=16, window=(6, 6), alibi="bh", **SCORES),
     described("varlen_dropout", **UNEVEN, heads_kv=2, dropout_p=0.25),
     described("varlen_qkv", packing="qkv", **EVEN, causal=True),
+    described("varlen_qkv_everything", packing="qkv", **EVEN, window=(6, 6), alibi="h", **SCORES),
     described("varlen_qkv_dropout", packing="qkv", **EVEN, causal=True, dropout_p=0.1),
-    described("varlen_kv", packing="kv", **UNEVEN, heads_kv=2),
+    described("varlen_kv", packing="kv", **UNEVEN, heads_kv=2, window=(6, 6), alibi="h", **SCORES),
 ]
 ON_EVERY_BACKEND = ("dense_causal_gqa", "qkv", "kv", "varlen_uneven_causal", "varlen_qkv", "varlen_kv", "qkv_dropout")
 by_case = partial(pytest.mark.parametrize, "case", ids=lambda case: case.name)
