@@ -414,7 +414,7 @@ def test_validate_and_the_first_run_on_ascend_try_it(feature: Feature) -> None:
 @by_name(REFUSABLE)
 @pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dbias"])
 def test_kernels_are_compiled_for_the_feature(feature: Feature, kernel: str) -> None:
-    """What reaches them, and what they compute, the matrix says."""
+    """The matrix of cases compares their results; this test asks for the ahead-of-time cases."""
     from diyfa.backends import cuda, npu
     from diyfa.lab.npu import specs as ascend
 

@@ -101,7 +101,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("parameters", "body", "words"), REFUSED, ids=[body for _, body, _ in REFUSED])
 def test_other_operations_are_refused_by_name(parameters: str, body: str, words: str, tmp_path: Path) -> None:
-    """In a file of its own, where Triton reads the function's source."""
+    """Triton reads a function's source from its file, so each function has a file."""
     head = "import torch, triton\nimport triton.language as tl\noutside = torch.randn(3)\n\n\n"
     file = tmp_path / "functions.py"
     file.write_text(f"{head}@triton.jit\ndef refused({parameters}):\n    {body}\n", encoding="utf-8")
