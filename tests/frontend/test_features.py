@@ -25,7 +25,7 @@ from strategies import cases as random_cases
 import diyfa
 from diyfa import plan as planning
 from diyfa import registry, testing, yardstick
-from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, SHAPE_FEATURES, Feature, Shape
+from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, SHAPE_FEATURES, Broadcast, Feature, Shape
 from diyfa.features import REFUSABLE as ALL_REFUSABLE
 from diyfa.lab.first_run.cases import SMOKE, features_in
 from diyfa.lab.validate import CASES as VALIDATED
@@ -431,3 +431,27 @@ def test_kernels_are_compiled_for_the_feature(feature: Feature, kernel: str) -> 
         most = ascend.example_case("Ascend910B3", ascend.mode_case(kernel, "crowded"))[0].features
         others = {"seq_lens", *(x.refusal_name for x in COMPOSABLE)}
         assert feature.refusal_name not in others or feature.refusal_name in most, "with everything that needs memory"
+
+
+@by_name(REFUSABLE)
+def test_the_forward_kernel_of_cuda_gets_its_tensors(feature: Feature) -> None:
+    """At any address: a vector's alignment makes no kernel of its own."""
+    pytest.importorskip("triton.tools.tensor_descriptor")
+    from diyfa.backends.cuda import FEATURES as IMPLEMENTED
+    from diyfa.backends.cuda.attention import fwd
+    from diyfa.backends.cuda.attention.configs import default_config
+    from diyfa.backends.cuda.attention.launch import UNALIGNED_POINTERS
+    from diyfa.lab.cuda import specs
+
+    if feature.refusal_name not in IMPLEMENTED:
+        pytest.skip("refused")
+    problem = plain(dtype="float16", arch="sm_90", device_type="cuda", **feature.example)
+    tensors, out, lse = specs.call_tensors(problem)
+    tile = default_config("fwd", problem)
+    assert tile is not None
+    arguments = fwd.make_launch(problem, tensors, out, lse, tile).arguments
+    for each in TENSORS:
+        own = getattr(tensors, each.name)
+        names = [name for name, x in arguments.items() if own is not None and x is own]
+        assert names or COMPANIONS.get(each.name, each.name) != feature.name, each.name
+        assert type(each.shape) is Broadcast or set(names) <= set(UNALIGNED_POINTERS), names

@@ -44,6 +44,7 @@ def test_selected_attention_computes_attention(causal):
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
     torch.testing.assert_close(selected(q, k, v), expected)
     assert selected.keywords["variant"] == diyfa.explain(q, k, v, causal=causal).kernel
+    assert BackendSelector().backend == "cpu"
     torch.testing.assert_close(diyfa.get_optimal_attention()(q, k, v, causal=causal), expected)
 
 
