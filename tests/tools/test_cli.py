@@ -569,7 +569,7 @@ def test_bench_writes_json(tmp_path):
 
 def test_bench_continues_where_it_was_cut_off(tmp_path, monkeypatch):
     path = tmp_path / "bench.json"
-    arguments = ("bench", "--backend", "cpu", "--op", "attention", "--batch", "1", "--heads", "1", "--head-dim", "576")
+    arguments = ("bench", "--backend", "cpu", "--op", "attention", "--batch", "1", "--heads", "1", "--head-dim", "16")
     arguments += ("--rep", "1", "--warmup", "0", "--output", str(path))
     assert invoke(*arguments, "--seq-len", "16").exit_code == 0
     earlier = json.loads(path.read_text())["rows"]
@@ -667,7 +667,7 @@ def test_bench_marks_unsteady_figures(monkeypatch, limit, marked):
 
 def test_bench_does_not_time_a_wrong_result(monkeypatch):
     monkeypatch.setattr("diyfa.lab.bench.command.flash_attention", lambda q, k, v, causal: 1.1 * v)
-    arguments = ("bench", "--backend", "cpu", "--op", "attention", "--seq-len", "16", "--rep", "1")
+    arguments = ("bench", "--backend", "cpu", "--op", "attention", "--seq-len", "16", "--head-dim", "576", "--rep", "1")
     code, document = invoke_json(*arguments)
     (row,) = (row for row in document["rows"] if row["implementation"] == "diyfa")
     assert code == 0 and "ms" not in row and row["unavailable"].startswith("wrong result: an error of")
