@@ -247,6 +247,7 @@ def test_compiled_lengths_beyond_the_keys_are_all_keys() -> None:
 @pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
 def test_compile_a_product_with_its_epilogue(activation: str | None) -> None:
     """With bias, activation and their gradients; and into a given tensor."""
+    torch.compiler.reset()
     leaves = tensors((20, 30), (30, 40), (40,))
 
     def step(a, b, bias):
