@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from subprocesses import run_python
 
 import diyfa
 from diyfa import device
-from diyfa.arch import GPU_SPECS, NPU_SPECS, GPUArch, NPUArch
+from diyfa.arch import NPU_SPECS, GPUArch, NPUArch
 from diyfa.device import NPUStatus
 
 GIB = 1024**3
@@ -20,13 +19,11 @@ GIB = 1024**3
 def pretend_gpu(monkeypatch):
     def pretend(major, minor, **properties):
         known = {"name": "Pretended GPU", "multi_processor_count": 66, "total_memory": 24 * GIB, **properties}
+        found = SimpleNamespace(major=major, minor=minor, **known)
         monkeypatch.setattr(torch.version, "hip", None)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda index: SimpleNamespace(major=major, minor=minor, **known)
-        )
+        for name, value in {"is_available": True, "device_count": 1, "current_device": 0}.items():
+            monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
 
     return pretend
 
@@ -51,19 +48,6 @@ def pretend_npu(monkeypatch):
     return pretend
 
 
-@pytest.mark.parametrize("name", GPU_SPECS)
-def test_every_gpu_architecture(pretend_gpu, name):
-    spec, number = GPU_SPECS[name], int(name[3:])
-    pretend_gpu(number // 10, number % 10)
-    gpu = diyfa.detect_gpu()
-    assert gpu.arch is spec.arch
-    assert gpu.arch.value == name
-    assert gpu.compute_capability == (number // 10, number % 10)
-    assert (gpu.has_tma, gpu.has_fp8, gpu.has_warpgroup_mma) == (spec.has_tma, spec.has_fp8, spec.has_wgmma)
-    assert gpu.sram_per_sm == spec.shared_per_sm
-    assert (gpu.name, gpu.num_sms, gpu.total_memory_gb) == ("Pretended GPU", 66, 24.0)
-
-
 def test_the_runtime_knows_better_than_the_table(pretend_gpu):
     pretend_gpu(9, 0, shared_memory_per_multiprocessor=123_456)
     assert diyfa.detect_gpu().sram_per_sm == 123_456
@@ -83,18 +67,12 @@ def test_gpus_outside_the_table(pretend_gpu, capability, arch):
 
 
 def test_features_of_the_current_gpu(pretend_gpu):
-    pretend_gpu(9, 0)
-    assert diyfa.check_hopper_features() == {
-        "tma_available": True,
-        "fp8_available": True,
-        "wgmma_available": True,
-        "arch": "sm_90",
-        "compute_capability": (9, 0),
-    }
-    assert diyfa.supports_fp8()
-    pretend_gpu(8, 0)
-    assert diyfa.check_hopper_features()["tma_available"] is False
-    assert not diyfa.supports_fp8()
+    names = ("tma_available", "fp8_available", "wgmma_available")
+    for capability, has_them in (((9, 0), True), ((8, 0), False)):
+        pretend_gpu(*capability)
+        arch = f"sm_{capability[0]}{capability[1]}"
+        expected = {**dict.fromkeys(names, has_them), "arch": arch, "compute_capability": capability}
+        assert diyfa.check_hopper_features() == expected and diyfa.supports_fp8() == has_them
 
 
 def test_no_such_gpu(pretend_gpu):
@@ -106,10 +84,9 @@ def test_no_such_gpu(pretend_gpu):
 def test_without_a_gpu(no_gpu):
     with pytest.raises(RuntimeError, match="CUDA is not available"):
         diyfa.detect_gpu()
-    assert not diyfa.supports_fp8()
     features = diyfa.check_hopper_features()
-    assert not any(features[key] for key in ("tma_available", "fp8_available", "wgmma_available"))
-    assert features["arch"] == "unknown"
+    assert not any(features[f"{key}_available"] for key in ("tma", "fp8", "wgmma")) and features["arch"] == "unknown"
+    assert not diyfa.supports_fp8()
 
 
 def test_rocm_is_not_cuda(pretend_gpu, monkeypatch):
@@ -180,36 +157,11 @@ def test_print_gpu_info_without_a_device(no_gpu, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("No accelerator: ")
 
 
-def test_a_torch_npu_that_does_not_load_breaks_nothing(tmp_path):
-    """An installed torch_npu without CANN: its import fails, everything else works and says so."""
-    (tmp_path / "torch_npu").mkdir()
-    (tmp_path / "torch_npu" / "__init__.py").write_text(
-        "raise ImportError('libhccl.so: cannot open shared object file: No such file or directory')\n"
-    )
-    code = (
-        "import diyfa, diyfa.device as d\n"
-        "s = d.npu_status()\n"
-        "assert s.installed and not s.available and 'libhccl.so' in s.problem and 'set_env.sh' in s.remedy, s\n"
-        "assert 'TORCH_DEVICE_BACKEND_AUTOLOAD=0' in s.remedy\n"
-        "assert d.default_backend() in ('cpu', 'cuda')\n"
-        "diyfa.detect()\n"
-        "diyfa.print_gpu_info()\n"
-        "try: diyfa.detect_npu()\n"
-        "except RuntimeError as e: print(e)\n"
-    )
-    printed = run_python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert "libhccl.so" in printed and "set_env.sh" in printed
-
-
 def test_the_npu_that_is_here():
     """The real torch_npu, on an NPU or on the host shim."""
     if not hasattr(torch, "npu") or not torch.npu.is_available():
         pytest.skip("no NPU and no host shim: run this with python tests/support/npu_env.py")
     npu = diyfa.detect_npu()
-    assert npu.name == torch.npu.get_device_name(0)
-    assert npu.arch is not NPUArch.UNKNOWN
-    assert npu.vector_cores == 2 * npu.cube_cores > 0
-    assert npu.ub > 0
-    assert npu.total_memory_gb > 1
-    assert npu in diyfa.detect()
-    assert device.npu_status().version
+    assert npu.name == torch.npu.get_device_name(0) and npu.arch is not NPUArch.UNKNOWN
+    assert npu.vector_cores == 2 * npu.cube_cores > 0 and npu.ub > 0 and npu.total_memory_gb > 1
+    assert npu in diyfa.detect() and device.npu_status().version

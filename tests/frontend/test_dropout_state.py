@@ -82,30 +82,12 @@ def test_an_equal_rng_state_gives_an_equal_mask(function) -> None:
     assert torch.equal(function(*leaves, dropout_p=0.0, rng_state=state), function(*leaves, dropout_p=0.0))
 
 
-def test_a_state_is_two_words_on_the_device() -> None:
-    torch.manual_seed(3)
-    state = new_rng_state(torch.device("cpu"))
-    assert (state.shape, state.dtype, state.device.type) == ((2,), torch.int64, "cpu")
-    assert not torch.equal(state, new_rng_state(torch.device("cpu")))
-    leaves = qkv(grad=False)
-    torch.manual_seed(3)
-    assert torch.equal(attend(*leaves), attend(*leaves, rng_state=state))
-
-
-def test_fork_rng_repeats_and_restores_the_generator() -> None:
-    leaves = qkv(grad=False)
-    before = torch.get_rng_state()
-    with torch.random.fork_rng():
-        first = attend(*leaves)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(attend(*leaves), first)
-
-
 def test_the_backward_pass_uses_the_mask_of_its_forward_pass() -> None:
     """Calls and reseeding in between change nothing: the state is saved with the call."""
     leaves = qkv()
     torch.manual_seed(11)
     state = new_rng_state(torch.device("cpu"))
+    assert (state.shape, state.dtype) == ((2,), torch.int64)
     torch.manual_seed(11)
     out = attend(*leaves)
     attend(*leaves)
@@ -123,20 +105,6 @@ def test_checkpointing_repeats_the_mask(function, reentrant: bool) -> None:
     torch.manual_seed(1)
     checkpoint(function, *leaves, use_reentrant=reentrant).sin().sum().backward()
     assert same([x.grad for x in leaves], expected)
-
-
-def test_checkpointing_without_the_generator_needs_a_given_state() -> None:
-    leaves = qkv()
-
-    def checkpointed(function):
-        return lambda *x: checkpoint(function, *x, use_reentrant=False, preserve_rng_state=False)
-
-    torch.manual_seed(1)
-    expected = gradients(attend, leaves)
-    torch.manual_seed(1)
-    assert not same(gradients(checkpointed(attend), leaves), expected)
-    given = lambda *x: attend(*x, rng_state=torch.tensor([3, 4]))  # noqa: E731
-    assert same(gradients(checkpointed(given), leaves), gradients(given, leaves))
 
 
 @pytest.mark.parametrize("function", [attend, packed])

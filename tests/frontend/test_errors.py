@@ -35,14 +35,11 @@ ATTENTION = {
         TypeError, r"q must be a dense tensor, got layout torch\.jagged",
     ),
     "2d": ((Q[0, 0], K[0, 0], V[0, 0]), {}, ValueError, r"Expected 3D or 4D tensors"),
-    "5d": ((Q[None], K[None], V[None]), {}, ValueError, r"Expected 3D or 4D tensors"),
     "mixed_ranks": ((Q, K[0], V[0]), {}, ValueError, r"Expected 3D or 4D tensors of one rank"),
     "int_dtype": (qkv(dtype=torch.int32), {}, TypeError, r"Unsupported dtype torch\.int32"),
-    "complex_dtype": (qkv(dtype=torch.complex64), {}, TypeError, r"Unsupported dtype"),
     "k_dtype": ((Q, K.float(), V), {}, TypeError, r"dtypes must match"),
     "v_dtype": ((Q, K, V.bfloat16()), {}, TypeError, r"dtypes must match"),
     "k_device": ((Q, META, V), {}, ValueError, r"same device: q is on cpu, k on meta"),
-    "v_device": ((Q, K, META), {}, ValueError, r"same device"),
     "head_dim_0": (qkv(d=0), {}, ValueError, r"Unsupported head_dim: expected 1 to 576 for q and k, got 0"),
     "head_dim_577": (qkv(d=577), {}, ValueError, r"Unsupported head_dim: expected 1 to 576 for q and k, got 577"),
     "head_dim_v_0": ((Q, K, V[..., :0]), {}, ValueError, r"Unsupported head_dim: expected 1 to 512 for v, got 0"),
@@ -78,12 +75,10 @@ ATTENTION = {
     ),
     "causal_none": ((Q, K, V, None), {}, TypeError, r"causal must be True or False, got None"),
     "causal_text": ((Q, K, V), {"causal": "False"}, TypeError, r"causal must be True or False, got 'False'"),
-    "causal_int": ((Q, K, V), {"causal": 2}, TypeError, r"causal must be True or False, got 2"),
     "deterministic": ((Q, K, V), {"deterministic": "no"}, TypeError, r"deterministic must be True or False, got 'no'"),
     "return_lse": ((Q, K, V), {"return_lse": 1}, TypeError, r"return_lse must be True or False, got 1"),
     "scale_type": ((Q, K, V), {"sm_scale": "1"}, TypeError, r"sm_scale must be a number, got str"),
     "softcap_negative": ((Q, K, V), {"softcap": -1.0}, ValueError, r"softcap must be 0"),
-    "softcap_inf": ((Q, K, V), {"softcap": float("inf")}, ValueError, r"softcap"),
     "softcap_nan": ((Q, K, V), {"softcap": float("nan")}, ValueError, r"softcap"),
     "softcap_type": ((Q, K, V), {"softcap": None}, TypeError, r"softcap must be a number, got NoneType"),
     "dropout_negative": ((Q, K, V), {"dropout_p": -0.1}, ValueError, r"dropout_p must be in \[0, 1\), got -0.1"),
@@ -91,19 +86,12 @@ ATTENTION = {
     "dropout_type": ((Q, K, V), {"dropout_p": "0"}, TypeError, r"dropout_p must be a number"),
     "window_negative": ((Q, K, V), {"window": (-2, 0)}, ValueError, r"window sizes must be -1.*\(-2, 0\)"),
     "window_negative_right": ((Q, K, V), {"window": (0, -2)}, ValueError, r"window sizes must be -1.*\(0, -2\)"),
-    "window_single": ((Q, K, V), {"window": 3}, TypeError, r"window must be a pair"),
     "window_triple": ((Q, K, V), {"window": (1, 2, 3)}, TypeError, r"window must be a pair"),
+    "window_single": ((Q, K, V), {"window": 3}, TypeError, r"window must be a pair"),
     "lens_dtype": ((Q, K, V), {"seq_lens": lens(8, 8, dtype=torch.int64)}, TypeError, r"seq_lens must be int32"),
     "lens_shape": ((Q, K, V), {"seq_lens": lens(8)}, ValueError, r"seq_lens must have shape \(2,\), got \(1,\)"),
-    "lens_2d": ((Q, K, V), {"seq_lens": lens(8, 8)[None]}, ValueError, r"seq_lens must have shape"),
     "lens_zero": ((Q, K, V), {"seq_lens": lens(0, 8)}, ValueError, r"0 < length <= 8, got values from 0 to 8"),
-    "lens_beyond": ((Q, K, V), {"seq_lens": lens(8, 9)}, ValueError, r"0 < length <= 8"),
-    "lens_parameter": (
-        (Q, K, V),
-        {"seq_lens": torch.nn.Parameter(lens(8, 9), requires_grad=False)},
-        ValueError,
-        r"0 < length <= 8",
-    ),
+    "lens_beyond": ((Q, K, V), {"seq_lens": torch.nn.Parameter(lens(8, 9), False)}, ValueError, r"0 < length <= 8"),
     "lens_3d": ((Q[0, :3], K[0, :3], V[0, :3]), {"seq_lens": lens(8, 8)}, ValueError, r"multiple of the batch 2"),
     "alibi_dtype": ((Q, K, V), {"alibi_slopes": torch.zeros(4, dtype=F16)}, TypeError, r"alibi_slopes must be float32"),
     "alibi_shape": ((Q, K, V), {"alibi_slopes": torch.zeros(3)}, ValueError, r"alibi_slopes must have shape \(4,\)"),
@@ -112,7 +100,6 @@ ATTENTION = {
     "sinks_shape": ((Q, K, V), {"sinks": torch.zeros(2, 4)}, ValueError, r"sinks must have shape \(4,\)"),
     "bias_dtype": ((Q, K, V), {"attn_bias": torch.zeros(8, 8, dtype=torch.bool)}, TypeError, r"attn_bias must be"),
     "bias_shape": ((Q, K, V), {"attn_bias": torch.zeros(8, 7)}, ValueError, r"broadcastable to \(2, 4, 8, 8\)"),
-    "bias_rank": ((Q, K, V), {"attn_bias": torch.zeros(1, 2, 4, 8, 8)}, ValueError, r"broadcastable"),
     "rng_dtype": ((Q, K, V), {"rng_state": lens(1, 2)}, TypeError, r"rng_state must be int64, got torch\.int32"),
     "rng_shape": ((Q, K, V), {"rng_state": lens(1, dtype=I64)}, ValueError, r"pair \(seed, offset\), .* got"),
     "rng_strides": ((Q, K, V), {"rng_state": lens(1, 2, 3, dtype=I64)[::2]}, ValueError, r"rng_state must be a contig"),
@@ -133,19 +120,8 @@ CU_Q, CU_K = lens(0, 5, 9), lens(0, 3, 7)
 MAXIMA = {"max_seqlen_q": 5, "max_seqlen_k": 4}
 # name: (what replaces the good arguments, exception, pattern)
 PACKED = {
-    "not_a_tensor": ({"k": None}, TypeError, r"k must be a torch\.Tensor, got NoneType"),
     "4d": ({"q": QP[None]}, ValueError, r"packed \(total, heads, head_dim\) tensors, got q \(1, 9, 4, 16\)"),
     "2d": ({"v": VP[:, 0]}, ValueError, r"packed \(total, heads, head_dim\) tensors"),
-    "dtype": ({"k": KP.float()}, TypeError, r"dtypes must match"),
-    "int_dtype": ({"q": QP.int(), "k": KP.int(), "v": VP.int()}, TypeError, r"Unsupported dtype"),
-    "device": ({"v": VP.to("meta")}, ValueError, r"same device"),
-    "head_dim": ({"k": KP[..., :8]}, ValueError, r"q and k must have the same head_dim"),
-    "head_dim_577": (
-        {"q": torch.zeros(9, 4, 577), "k": torch.zeros(7, 2, 577), "v": torch.zeros(7, 2, 8)}, ValueError, r"1 to 576",
-    ),
-    "kv_rows": ({"v": VP[:6]}, ValueError, r"k and v must have the same heads and length"),
-    "heads": ({"q": QP[:, :3]}, ValueError, r"multiple of the key/value heads, got 3 and 2"),
-    "last_stride": ({"v": torch.zeros(7, 2, 16, dtype=F16)[..., ::2]}, ValueError, r"last dimension of v must have st"),
     "cu_type": ({"cu_seqlens_q": [0, 5, 9]}, TypeError, r"cu_seqlens_q must be a torch\.Tensor, got list"),
     "cu_dtype": ({"cu_seqlens_k": lens(0, 3, 7, dtype=I64)}, TypeError, r"cu_seqlens_k must be int32, got torch"),
     "cu_2d": ({"cu_seqlens_q": CU_Q[None]}, ValueError, r"cu_seqlens_q must be a contiguous vector of B \+ 1 offsets"),
@@ -159,23 +135,13 @@ PACKED = {
     "max_small": ({"max_seqlen_q": 4}, ValueError, r"cu_seqlens_q has a sequence of 5, beyond max_seqlen_q=4"),
     "max_k_small": ({"max_seqlen_k": 3}, ValueError, r"cu_seqlens_k has a sequence of 4, beyond max_seqlen_k=3"),
     "max_fraction": ({"max_seqlen_q": 5.5}, TypeError, r"max_seqlen_q must be an integer, got 5\.5"),
-    "max_text": ({"max_seqlen_q": "5"}, TypeError, r"max_seqlen_q must be an integer, got '5'"),
     "max_none": ({"max_seqlen_k": None}, TypeError, r"max_seqlen_k must be an integer, got None"),
     "max_two": ({"max_seqlen_q": lens(5, 5)}, TypeError, r"an integer, got a torch\.int32 tensor of shape \(2,\)"),
     "max_negative": ({"max_seqlen_k": -1}, ValueError, r"max_seqlen_k must not be negative, got -1"),
     "window": ({"window": (-3, 0)}, ValueError, r"window sizes must be -1"),
     "causal": ({"causal": 1}, TypeError, r"causal must be True or False, got 1"),
-    "return_lse": ({"return_lse": "no"}, TypeError, r"return_lse must be True or False, got 'no'"),
-    "softcap": ({"softcap": -1.0}, ValueError, r"softcap must be 0"),
-    "scale": ({"sm_scale": float("inf")}, ValueError, r"sm_scale must be finite"),
-    "dropout": ({"dropout_p": 1.5}, ValueError, r"dropout_p must be in \[0, 1\), got 1.5"),
-    "rng_dtype": ({"dropout_p": 0.5, "rng_state": lens(1, 2)}, TypeError, r"rng_state must be int64"),
     "rng_without_dropout": ({"rng_state": lens(1, 2, 3, dtype=I64)}, ValueError, r"rng_state must be a contiguous"),
     "alibi_batch": ({"alibi_slopes": torch.zeros(3, 4)}, ValueError, r"shape \(4,\) or \(2, 4\), got \(3, 4\)"),
-    "alibi_dtype": ({"alibi_slopes": torch.zeros(4, dtype=F16)}, TypeError, r"alibi_slopes must be float32"),
-    "sinks_shape": ({"sinks": torch.zeros(2)}, ValueError, r"sinks must have shape \(4,\)"),
-    "variant": ({"variant": "v9"}, ValueError, r"no attention_fwd kernel called 'v9'"),
-    "backend": ({"backend": "tpu"}, ValueError, r"no backend called 'tpu'"),
 }  # fmt: skip
 
 
@@ -245,16 +211,13 @@ MATMUL = {
     "not_a_tensor": ((A, None), {}, TypeError, r"b must be a torch\.Tensor, got NoneType"),
     "sparse": ((A, B.to_sparse()), {}, TypeError, r"b must be a dense tensor"),
     "1d": ((A[0], B), {}, ValueError, r"Expected 2D tensors, got a \(32,\)"),
-    "3d": ((A[None], B), {}, ValueError, r"Expected 2D tensors"),
     "inner": ((A, B.t()), {}, ValueError, r"Incompatible dimensions.*\(64, 32\).*\(48, 32\)"),
     "dtype": ((A.double(), B.double()), {}, TypeError, r"Unsupported dtype torch\.float64"),
     "dtypes": ((A, B.bfloat16()), {}, TypeError, r"dtypes must match"),
     "devices": ((A, B.to("meta")), {}, ValueError, r"same device"),
     "two_blocks": ((A, B), {"block_m": 16, "block_n": 16}, ValueError, r"must be given together"),
     "block_zero": ((A, B), {"block_m": 0, "block_n": 16, "block_k": 16}, ValueError, r"block_m must be positive"),
-    "block_negative": ((A, B), {"block_m": 16, "block_n": -16, "block_k": 16}, ValueError, r"block_n must be positive"),
     "block_type": ((A, B), {"block_m": 16.0, "block_n": 16, "block_k": 16}, TypeError, r"block_m must be an int"),
-    "block_bool": ((A, B), {"block_m": True, "block_n": 16, "block_k": 16}, TypeError, r"block_m must be an int"),
     "block_beyond": ((A, B), {"block_m": 16, "block_n": 16, "block_k": 64}, ValueError, r"block_k=64 exceeds.*32"),
     "block_odd": ((A, B), {"block_m": 48, "block_n": 16, "block_k": 16}, ValueError, r"power of two"),
     "block_small": ((A, B), {"block_m": 8, "block_n": 16, "block_k": 16}, ValueError, r"at least 16"),
@@ -264,7 +227,6 @@ MATMUL = {
     "autotune": ((A, B), {"use_autotune": "no"}, TypeError, r"use_autotune must be True or False, got 'no'"),
     "activation": ((A, B), {"activation": "tanh"}, ValueError, r"None, 'relu', 'gelu', 'silu', got 'tanh'"),
     "bias_shape": ((A, B), {"bias": BIAS[:5]}, ValueError, r"bias must have shape \(48,\), .*got \(5,\)"),
-    "bias_rank": ((A, B), {"bias": BIAS[None]}, ValueError, r"bias must have shape \(48,\)"),
     "bias_dtype": ((A, B), {"bias": BIAS.double()}, TypeError, r"Unsupported dtype torch\.float64 of bias"),
     "bias_device": ((A, B), {"bias": BIAS.to("meta")}, ValueError, r"a is on cpu, bias on meta"),
     "bias_type": ((A, B), {"bias": 1.0}, TypeError, r"bias must be a torch\.Tensor, got float"),
@@ -348,26 +310,26 @@ def test_numbers_of_any_type(number: object) -> None:
 
 
 def test_explain_raises_what_the_call_raises() -> None:
-    with pytest.raises(ValueError, match="layout must be one of bhsd, bshd"):
-        diyfa.explain(Q, K, V, layout="sbhd", backend="cpu")
-    with pytest.raises(ValueError, match="belong to the layout 'thd', got 'bhsd'"):
-        diyfa.explain(Q, K, V, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, backend="cpu")
-    with pytest.raises(ValueError, match="needs cu_seqlens_q and cu_seqlens_k"):
-        diyfa.explain(QP, KP, VP, layout="thd", backend="cpu")
-    with pytest.raises(ValueError, match="beyond max_seqlen_q=0"):
-        diyfa.explain(QP, KP, VP, layout="thd", cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, backend="cpu")
-    with pytest.raises(TypeError, match="dtypes must match"):
-        diyfa.explain(Q, K.float(), V, backend="cpu")
-    with pytest.raises(TypeError, match=r"causal must be True or False, got 0\.1"):
-        diyfa.explain(Q, K, V, 0.1, backend="cpu")
+    packed = {"layout": "thd", "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
+    for tensors, options, error, words in (
+        ((Q, K, V), {"layout": "sbhd"}, ValueError, "layout must be one of bhsd, bshd"),
+        ((Q, K, V), {**packed, "layout": "bhsd"}, ValueError, "belong to the layout 'thd', got 'bhsd'"),
+        ((QP, KP, VP), {"layout": "thd"}, ValueError, "needs cu_seqlens_q and cu_seqlens_k"),
+        ((QP, KP, VP), packed, ValueError, "beyond max_seqlen_q=0"),
+        ((Q, K.float(), V), {}, TypeError, "dtypes must match"),
+        ((Q, K, V, 0.1), {}, TypeError, r"causal must be True or False, got 0\.1"),
+    ):
+        with pytest.raises(error, match=words):
+            diyfa.explain(*tensors, backend="cpu", **options)
+    with pytest.raises(ValueError, match="layout must be one of"):
+        diyfa.reference_attention(Q, K, V, layout="sbhd")
 
 
 def test_explain_ignores_nothing_that_the_call_would_not_take() -> None:
     """Pages belong to packed queries, which take no bias and no lengths of samples."""
     table, used = torch.zeros(2, 4, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    for given in ({"block_table": table}, {"seqused_k": used}):
-        with pytest.raises(ValueError, match="belong to the layout 'thd', got 'bhsd'"):
-            diyfa.explain(Q, K, V, backend="cpu", **given)
+    with pytest.raises(ValueError, match="belong to the layout 'thd', got 'bhsd'"):
+        diyfa.explain(Q, K, V, backend="cpu", seqused_k=used)
     pages = torch.zeros(8, 16, KP.shape[1], KP.shape[2], dtype=KP.dtype)
     call = {"layout": "thd", "cu_seqlens_q": CU_Q, "seqused_k": used, "block_table": table, "backend": "cpu"}
     call |= {"max_seqlen_q": 8, "max_seqlen_k": 8}
@@ -429,19 +391,6 @@ def test_non_booleans_are_refused_after_an_equal_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "exception", "pattern"),
-    [
-        ((-1, 2, 3, 4), ValueError, "batch must not be negative, got -1"),
-        ((1, 2, 3, -4), ValueError, "seqlen_k must not be negative, got -4"),
-        ((1, 2.5, 3, 4), TypeError, r"heads must be an integer, got 2\.5"),
-    ],
-)
-def test_sizes_of_a_dropout_mask(sizes: tuple, exception: type, pattern: str) -> None:
-    with pytest.raises(exception, match=pattern):
-        diyfa.dropout_mask(*sizes, 0.5, 1)
-
-
-@pytest.mark.parametrize(
     ("method", "sizes", "exception", "pattern"),
     [
         ("select_attention", (-1, 2, 16, 16), ValueError, "batch must not be negative, got -1"),
@@ -452,14 +401,12 @@ def test_sizes_of_a_dropout_mask(sizes: tuple, exception: type, pattern: str) ->
         ("select_attention", (1, 2, 1.5, 16), TypeError, r"seq_len must be an integer, got 1\.5"),
         ("select_matmul", (16, -16, 16), ValueError, "n must not be negative, got -16"),
         ("get_matmul_config", (16, 16, -1), ValueError, "k must not be negative, got -1"),
+        ("dropout_mask", (-1, 2, 3, 4, 0.5, 1), ValueError, "batch must not be negative, got -1"),
+        ("dropout_mask", (1, 2.5, 3, 4, 0.5, 1), TypeError, r"heads must be an integer, got 2\.5"),
         ("get_attention_config", (1, -2), ValueError, "heads must not be negative, got -2"),
     ],
 )
-def test_sizes_given_to_selectors(method: str, sizes: tuple, exception: type, pattern: str) -> None:
+def test_sizes_given_alone(method: str, sizes: tuple, exception: type, pattern: str) -> None:
+    owner = diyfa if method == "dropout_mask" else diyfa.AdaptiveKernelSelector("cpu")
     with pytest.raises(exception, match=pattern):
-        getattr(diyfa.AdaptiveKernelSelector("cpu"), method)(*sizes)
-
-
-def test_reference_rejects_an_unknown_layout() -> None:
-    with pytest.raises(ValueError, match="layout must be one of"):
-        diyfa.reference_attention(Q, K, V, layout="sbhd")
+        getattr(owner, method)(*sizes)

@@ -59,18 +59,14 @@ def test_dense_and_packed_projections() -> None:
     options = {"softmax_scale": 0.3, "causal": True, "window_size": (9, 0), "softcap": 5.0}
     meaning = {"sm_scale": 0.3, "window": (9, 0), "softcap": 5.0}
     inputs = leaves((2, 19, 4, 32), (2, 19, 2, 32), (2, 19, 2, 32))
-    attend = on_device(lambda q, k, v: flash_attn_3.flash_attn_func(q, k, v, **options))
-    assert_matches_reference(attend, inputs, "bshd", **meaning)
-
-    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return flash_attn_3.flash_attn_qkvpacked_func(torch.cat((q, k, v), 2), num_heads_q=4, **options)
-
-    assert_matches_reference(on_device(packed), inputs, "bshd", **meaning)
-
-    def stacked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return flash_attn_3.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), causal=True)
-
-    assert_matches_reference(on_device(stacked), leaves(*[(2, 19, 4, 32)] * 3), "bshd", causal=True)
+    qkvpacked = flash_attn_3.flash_attn_qkvpacked_func
+    for attend in (
+        lambda q, k, v: flash_attn_3.flash_attn_func(q, k, v, **options),
+        lambda q, k, v: qkvpacked(torch.cat((q, k, v), 2), num_heads_q=4, **options),
+    ):
+        assert_matches_reference(on_device(attend), inputs, "bshd", **meaning)
+    stacked = on_device(lambda q, k, v: qkvpacked(torch.stack((q, k, v), 2), causal=True))
+    assert_matches_reference(stacked, leaves(*[(2, 19, 4, 32)] * 3), "bshd", causal=True)
 
 
 def test_packed_sequences() -> None:
@@ -185,51 +181,35 @@ def test_a_float8_cache_with_float8_queries() -> None:
 
 
 X, CU = torch.zeros(1, 4, 2, 16), offsets(4, device="cpu")
-ABSENT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = {
-    "qv": (flash_attn_3.flash_attn_func, (X, X, X), {"qv": X}, "qv is not supported by diyfa"),
-    "descale": (flash_attn_3.flash_attn_func, (X, X, X), {"k_descale": X}, "k_descale belong to q and k of float8"),
-    "descale of queries": (
-        flash_attn_3.flash_attn_with_kvcache, (X, X, X), {"q_descale": X}, "q_descale belongs to q of float8",
+FLOAT8 = X.to(torch.float8_e4m3fn)
+dense, cached = flash_attn_3.flash_attn_func, flash_attn_3.flash_attn_with_kvcache
+ABSENT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "qv is not supported by diyfa": (dense, (X, X, X), {"qv": X}),
+    "k_descale belong to q and k of float8": (dense, (X, X, X), {"k_descale": X}),
+    "attention_chunk must be 0, got 4": (dense, (X, X, X), {"attention_chunk": 4}),
+    "with num_heads_q, got": (flash_attn_3.flash_attn_qkvpacked_func, (X,), {}),
+    "seqused_q is": (flash_attn_3.flash_attn_varlen_func, (X[0], X[0], X[0], CU, CU, 4, 4), {"seqused_q": CU[1:]}),
+    "q_descale belongs to q of float8": (cached, (X, X, X), {"q_descale": X}),
+    "q_descale cannot go with packed queries": (cached, (X[0], X, X), {"cu_seqlens_q": CU, "q_descale": X}),
+    r"q_descale must have one element or shape \(1, 2\), got \(1, 3\)": (
+        cached, (FLOAT8, X, X), {"q_descale": torch.ones(1, 3)},
     ),
-    "descale of packed queries": (
-        flash_attn_3.flash_attn_with_kvcache, (X[0], X, X), {"cu_seqlens_q": CU, "q_descale": X},
-        "q_descale cannot go with packed queries",
+    "on the same device: q is on cpu, q_descale on meta": (
+        cached, (FLOAT8, X, X), {"q_descale": torch.ones(1, 2, device="meta")},
     ),
-    "shape of a descale": (
-        flash_attn_3.flash_attn_with_kvcache, (X.to(torch.float8_e4m3fn), X, X), {"q_descale": torch.ones(1, 3)},
-        r"q_descale must have one element or shape \(1, 2\), got \(1, 3\)",
-    ),
-    "device of a descale": (
-        flash_attn_3.flash_attn_with_kvcache, (X.to(torch.float8_e4m3fn), X, X),
-        {"q_descale": torch.ones(1, 2, device="meta")}, "on the same device: q is on cpu, q_descale on meta",
-    ),
-    "chunks": (flash_attn_3.flash_attn_func, (X, X, X), {"attention_chunk": 4}, "attention_chunk must be 0, got 4"),
-    "packing": (flash_attn_3.flash_attn_qkvpacked_func, (X,), {}, "with num_heads_q, got"),
-    "seqused_q": (
-        flash_attn_3.flash_attn_varlen_func, (X[0], X[0], X[0], CU, CU, 4, 4), {"seqused_q": CU[1:]}, "seqused_q is",
-    ),
-    "new keys": (
-        flash_attn_3.flash_attn_with_kvcache, (X[0], X, X, X, X), {"cu_seqlens_q": CU}, "k cannot go with packed",
-    ),
-    "metadata": (
-        flash_attn_3.flash_attn_with_kvcache, (X, X, X), {"scheduler_metadata": X}, "scheduler_metadata must",
-    ),
-    "offsets of new keys": (
-        flash_attn_3.flash_attn_with_kvcache, (X, X, X), {"cu_seqlens_k_new": CU}, "cu_seqlens_k_new is not supported",
-    ),
+    "k cannot go with packed": (cached, (X[0], X, X, X, X), {"cu_seqlens_q": CU}),
+    "scheduler_metadata must": (cached, (X, X, X), {"scheduler_metadata": X}),
+    "cu_seqlens_k_new is not supported": (cached, (X, X, X), {"cu_seqlens_k_new": CU}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ABSENT)
-def test_absent_functions(name: str) -> None:
-    call, arguments, options, reason = ABSENT[name]
+@pytest.mark.parametrize("reason", ABSENT)
+def test_absent_functions(reason: str) -> None:
+    call, arguments, options = ABSENT[reason]
     with pytest.raises(ValueError, match=reason):
         call(*arguments, **options)
-
-
-def test_descale_of_another_dtype() -> None:
     with pytest.raises(TypeError, match="q_descale must be float32"):
-        flash_attn_3.flash_attn_with_kvcache(X.to(torch.float8_e4m3fn), X, X, q_descale=torch.ones(1, 2).half())
+        cached(FLOAT8, X, X, q_descale=torch.ones(1, 2).half())
 
 
 IMPORTS = """
@@ -262,21 +242,18 @@ def test_imports() -> None:
     ]  # fmt: skip
 
 
-def test_packed_queries_over_partly_used_rows() -> None:
-    """cache_seqlens as one number, with softcap: the same as without packing."""
-    q, k, v = leaves((2, 3, 2, 16), *[(2, 20, 2, 16)] * 2, dtype=torch.float32)
-    options: dict[str, Any] = {"cache_seqlens": 11, "causal": True, "softcap": 0.7}
-    lengths: dict[str, Any] = {"cu_seqlens_q": whole_numbers(0, 3, 6), "max_seqlen_q": 3}
+@pytest.mark.parametrize("packs", [False, True])
+def test_queries_over_partly_used_rows(packs: bool) -> None:
+    """cache_seqlens as one number, with softcap: the same with packing and without."""
+    inputs = [x.detach() for x in leaves((2, 3, 2, 16), *[(2, 20, 2, 16)] * 2, dtype=torch.float32)]
+    lengths: dict[str, Any] = {"cu_seqlens_q": whole_numbers(0, 3, 6), "max_seqlen_q": 3} if packs else {}
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if "cu_seqlens_q" in options:
-            q = q.flatten(0, 1)
-        return flash_attn_3.flash_attn_with_kvcache(q, k, v, **options).view(2, 3, 2, 16)
+        q = q.flatten(0, 1) if packs else q
+        return cached(q, k, v, cache_seqlens=11, causal=True, softcap=0.7, **lengths).view(2, 3, 2, 16)
 
     meaning = {"causal": True, "softcap": 0.7, "seq_lens": torch.tensor([11, 11])}
-    for more in ({}, lengths):
-        options.update(more)
-        assert_matches_reference(on_device(attend), [x.detach() for x in (q, k, v)], "bshd", **meaning)
+    assert_matches_reference(on_device(attend), inputs, "bshd", **meaning)
 
 
 def test_autocast() -> None:

@@ -67,12 +67,10 @@ def test_attention_that_a_plan_repeats() -> None:
 @pytest.mark.parametrize("packing", ["qkv", "kv"])
 def test_packed_tensors(packing: str) -> None:
     q, qkv = leaves((2, 6, 4, 16), (2, 6, len(packing), 4, 16))
-    if packing == "qkv":
-        call = lambda: diyfa.flash_attn_qkvpacked_func(qkv)  # noqa: E731
-    else:
-        call = lambda: diyfa.flash_attn_kvpacked_func(q, qkv)  # noqa: E731
+    function = getattr(diyfa, f"flash_attn_{packing}packed_func")
     with diyfa.use_backend("cpu"):
-        assert counted(lambda: call().sum().backward()) == forward_and_backward((2, 4, 4, 6, 6, 16, 16))
+        found = counted(lambda: function(*((q, qkv) if packing == "kv" else (qkv,))).sum().backward())
+    assert found == forward_and_backward((2, 4, 4, 6, 6, 16, 16))
 
 
 @pytest.mark.parametrize("varlen", [False, True])
@@ -115,29 +113,23 @@ def test_cache(way: str) -> None:
     cache, lengths = torch.randn(2, 32, 2, 16), torch.tensor([7, 20], dtype=torch.int32)
     pages, table = torch.randn(4, 16, 2, 16), torch.arange(4, dtype=torch.int32).view(2, 2)
     offsets = torch.tensor([0, 1, 6], dtype=torch.int32)
-    func, seen = diyfa.flash_attn_with_kvcache, 3 * (7 + 20)
-    name = "kvcache_fwd_out" if way == "into" else "kvcache_fwd"
+    calls: dict[str, tuple[dict[str, Any], int]] = {
+        "lengths": ({"k": new, "v": new, "cache_seqlens": lengths}, 3 * (10 + 23)),
+        "number": ({"cache_seqlens": 9}, 3 * (9 + 9)),
+        "padded": ({"cache_seqlens": lengths, "cache_leftpad": torch.tensor([2, 0], dtype=torch.int32)}, 3 * (5 + 20)),
+        "pages": ({"cache_seqlens": lengths, "block_table": table}, 3 * (7 + 20)),
+        "into": ({"cache_seqlens": lengths, "out": torch.empty_like(q)}, 3 * (7 + 20)),
+    }
+    given, seen = calls.get(way, ({}, 1 * 7 + 5 * 20))
+    cache = pages if way == "pages" else cache
+    call = partial(diyfa.flash_attn_with_kvcache, q, cache, cache.clone(), **given)
+    if way == "packed":
+        rows = (q.flatten(0, 1), pages, pages.clone(), offsets, None, 5, 32)
+        call = partial(diyfa.flash_attention_varlen, *rows, block_table=table, seqused_k=lengths)
     with diyfa.use_backend("cpu"):
-        if way == "lengths":
-            found = counted(lambda: func(q, cache, cache.clone(), new, new, cache_seqlens=lengths))
-            seen = 3 * (10 + 23)
-        elif way == "number":
-            found, seen = counted(lambda: func(q, cache, cache.clone(), cache_seqlens=9)), 3 * (9 + 9)
-        elif way == "padded":
-            left = torch.tensor([2, 0], dtype=torch.int32)
-            found = counted(lambda: func(q, cache, cache.clone(), cache_seqlens=lengths, cache_leftpad=left))
-            seen -= 3 * 2
-        elif way == "pages":
-            found = counted(lambda: func(q, pages, pages.clone(), cache_seqlens=lengths, block_table=table))
-        elif way == "packed":
-            found = counted(lambda: diyfa.flash_attention_varlen(
-                q.flatten(0, 1), pages, pages.clone(), offsets, None, 5, 32, block_table=table, seqused_k=lengths
-            ))  # fmt: skip
-            seen = 1 * 7 + 5 * 20
-        else:
-            found = counted(lambda: func(q, cache, cache.clone(), cache_seqlens=lengths, out=torch.empty_like(q)))
+        found = counted(call)
     assert found.pop("diyfa.kvcache_append", 0) == 0
-    assert found == {f"diyfa.{name}": 2 * 4 * seen * (16 + 16)}
+    assert found == {f"diyfa.kvcache_fwd{'_out' * (way == 'into')}": 2 * 4 * seen * (16 + 16)}
 
 
 def test_matmul() -> None:

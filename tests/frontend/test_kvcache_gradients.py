@@ -3,52 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import test_kvcache
 import torch
 from targets import TARGETS
+from test_kvcache import H
 
 import diyfa
 from diyfa import kvcache_ops, registry
 
 BACKENDS = [name for name in TARGETS if diyfa.kernels_for(name, "kvcache_fwd")]
-B, SQ, H, HK, D = 2, 3, 2, 1, 16
 Call = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def made(make: Callable[..., dict[str, Any]], device: str, **tensors: tuple[int, ...]) -> dict[str, Any]:
+    """The same call each time, with more random tensors of these shapes."""
+    torch.manual_seed(0)
+    given = make(**{name: torch.randn(shape) for name, shape in tensors.items()}, sinks=torch.randn(H))
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
 
 
 def contiguous(device: str) -> dict[str, Any]:
     """A call that appends and rotates."""
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
-    return {
-        "q": random(B, SQ, H, D), "k_cache": random(B, 40, HK, D), "v_cache": random(B, 40, HK, D),
-        "k": random(B, SQ, HK, D), "v": random(B, SQ, HK, D), "rotary_cos": random(40, 4), "rotary_sin": random(40, 4),
-        "cache_seqlens": torch.tensor([5, 30], dtype=torch.int32, device=device), "causal": True,
-        "sinks": random(H),
-    }  # fmt: skip
+    return made(test_kvcache.call, device, rotary_cos=(40, 4), rotary_sin=(40, 4))
 
 
-def paged(device: str) -> dict[str, Any]:
-    """One in pages that appends."""
-    given = contiguous(device)
-    given["k_cache"], given["v_cache"] = (given[name].view(10, 8, HK, D) for name in ("k_cache", "v_cache"))
-    given["block_table"] = torch.arange(10, dtype=torch.int32, device=device).flip(0).view(B, 5)
-    return {name: x for name, x in given.items() if not name.startswith("rotary")}
-
-
-def packed(device: str) -> dict[str, Any]:
-    """Packed queries over pages."""
-    given = paged(device)
-    return {
-        "q": given["q"].flatten(0, 1), "k": given["k_cache"], "v": given["v_cache"], "sinks": given["sinks"],
-        "block_table": given["block_table"], "cu_seqlens_q": torch.tensor([0, 2, 6], dtype=torch.int32, device=device),
-        "cu_seqlens_k": None, "max_seqlen_q": 4, "max_seqlen_k": 33, "causal": True,
-        "seqused_k": torch.tensor([9, 33], dtype=torch.int32, device=device),
-    }  # fmt: skip
+paged, packed = partial(made, test_kvcache.paged), partial(made, test_kvcache.packed)
 
 
 def over_cache(**given: Any) -> Any:

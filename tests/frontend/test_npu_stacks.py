@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +19,6 @@ from diyfa.backends.npu.runtime.compiler import compiling_if_allowed
 from diyfa.backends.npu.runtime.multibuffer import options_in_use
 from diyfa.lab.npu import aot
 from diyfa.npu_stacks import STACKS, TRITON_ASCEND, documented_stack, installed_version, release, torch_npu_for
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,13 +48,6 @@ def test_release_of_torch_npu() -> None:
     found = documented_stack("2.8.0.post2")
     assert found is not None and (found.cann, found.torch) == ("8.5.0", "2.8.0")
     assert documented_stack("2.8.0.post99") is None
-
-
-def test_the_extra_asks_for_nothing_that_a_machine_has() -> None:
-    """Neither packages that belong to its CANN, nor versions of others."""
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        extras = tomllib.load(file)["project"]["optional-dependencies"]
-    assert extras["npu"] == ["attrs", "decorator", "psutil", "pybind11", "pyyaml"]
 
 
 # What a machine of vllm-ascend has: the versions that triton-ascend 3.2.2 pins, too.
@@ -106,17 +93,18 @@ def test_plain_triton_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatc
     assert problem and "is not triton-ascend (it compiles for amd, nvidia)" in problem
     version = installed_version("triton-ascend") or TRITON_ASCEND
     assert "pip uninstall -y triton triton-ascend" in problem and f"triton-ascend=={version}," in problem
+    # pip still lists triton-ascend 3.2.2 where NVIDIA's Triton lies over it.
+    monkeypatch.setattr(npu_stacks, "installed_version", lambda name: "3.2.2" if name == "triton-ascend" else None)
+    assert "triton-ascend==3.2.2, after everything else" in (npu_stacks.triton_problem() or "")
 
 
 def test_a_triton_of_two_packages_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """What pip leaves where the two overwrote each other: its import raises."""
     pretend_triton(monkeypatch)
-    monkeypatch.setitem(sys.modules, "triton.backends", None)
-    problem = npu_stacks.triton_problem()
-    assert problem and "does not load (ModuleNotFoundError" in problem and "pip uninstall -y" in problem
-    monkeypatch.setitem(sys.modules, "triton.backends", ModuleType("triton.backends"))
-    problem = npu_stacks.triton_problem()
-    assert problem and "does not load (AttributeError" in problem and "pip uninstall -y" in problem
+    for module, error in ((None, "ModuleNotFoundError"), (ModuleType("triton.backends"), "AttributeError")):
+        monkeypatch.setitem(sys.modules, "triton.backends", module)
+        problem = npu_stacks.triton_problem()
+        assert problem and f"does not load ({error}" in problem and "pip uninstall -y" in problem
 
 
 def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,18 +123,6 @@ def test_a_package_that_triton_ascend_does_not_declare(monkeypatch: pytest.Monke
     monkeypatch.setattr(npu_stacks, "triton_backends", no_pybind11)
     want = "triton-ascend imports pybind11 and does not declare it: pip install 'diyfa[npu]'"
     assert npu_stacks.triton_problem() == want
-    monkeypatch.setattr(npu, "_triton_checked", False)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(npu, "triton_problem", npu_stacks.triton_problem)
-    with pytest.raises(ImportError, match=re.escape(want)):
-        npu._kernel_module("attention.fwd")
-
-
-def test_the_remedy_keeps_the_release_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip still lists triton-ascend 3.2.2 where NVIDIA's Triton lies over it."""
-    pretend_triton(monkeypatch, nvidia=1)
-    monkeypatch.setattr(npu_stacks, "installed_version", lambda name: "3.2.2" if name == "triton-ascend" else None)
-    assert "triton-ascend==3.2.2, after everything else" in (npu_stacks.triton_problem() or "")
 
 
 def test_a_torch_whose_headers_need_another_standard(monkeypatch: pytest.MonkeyPatch) -> None:

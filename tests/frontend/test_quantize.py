@@ -13,7 +13,8 @@ from diyfa.eight_bits import BLOCK_K, BLOCK_Q, Quantized, dequantised, hadamard
 
 B, H, HK, SQ, SK, D, DV = 2, 4, 2, 150, 90, 32, 16
 E4M3 = torch.float8_e4m3fn
-BACKENDS = [None, *(["cuda"] if "cuda" in TARGETS and TARGETS["cuda"].device == "cpu" else [])]
+BACKENDS: list[str | None] = [None, *(["cuda"] if "cuda" in TARGETS and TARGETS["cuda"].device == "cpu" else [])]
+by_the_kernel = pytest.mark.skipif(len(BACKENDS) == 1, reason="needs Triton's interpreter")
 
 
 def draw(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -21,6 +22,19 @@ def draw(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tenso
     shapes = (B, H, SQ, D), (B, HK, SK, D), (B, HK, SK, DV)
     q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
     return q.to(dtype), (k + 3).to(dtype), (v - 2).to(dtype)
+
+
+def assert_alike(want: Any, found: Any, rtol: float = 2e-6) -> None:
+    """Equal descales and means, and nearly all values: sums are added in another order, so that numbers at the middle
+    between two may be rounded to either."""
+    for x, y in zip(want, found, strict=True):
+        assert x.values.shape == y.values.shape
+        for a, b in zip(x[1:], y[1:], strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b, rtol=rtol, atol=2e-6, equal_nan=True)
+        a, b = x.values.float(), y.values.float()
+        assert torch.equal(a.isnan(), b.isnan()) and (a.nan_to_num() != b.nan_to_num()).float().mean() < 2e-3
 
 
 def numbers(x: Quantized, block: int) -> torch.Tensor:
@@ -55,7 +69,7 @@ def test_values_stand_for_the_input(per: str, dtype: str, smooth: bool, backend:
         assert reached == (448.0 if dtype == "float8" else 127.0)
 
 
-@pytest.mark.skipif(len(BACKENDS) == 1, reason="needs Triton's interpreter")
+@by_the_kernel
 @pytest.mark.parametrize("rotate", [False, True], ids=["plain", "rotated"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "3d"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -67,20 +81,10 @@ def test_the_kernel_does_what_the_operators_do(dtype: torch.dtype, layout: str, 
         inputs = tuple(x.flatten(0, 1) for x in inputs)
     given: dict[str, Any] = {"smooth": True, "rotate": rotate, "layout": "bshd" if layout == "bshd" else "bhsd"}
     for per in ("tensor", "head", "block"):
-        want = diyfa.quantize(*inputs, per, **given)
-        found = diyfa.quantize(*inputs, per, **given, backend="cuda")
-        for x, y in zip(want, found, strict=True):
-            assert x.values.shape == y.values.shape
-            for a, b in zip(x[1:], y[1:], strict=True):
-                assert (a is None) == (b is None)
-                if a is not None and b is not None:
-                    torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
-            # Sums are added in another order: numbers at the middle between two may be rounded to either.
-            differ = x.values.float() != y.values.float()
-            assert differ.float().mean() < 2e-3
+        assert_alike(*(diyfa.quantize(*inputs, per, **given, backend=backend) for backend in (None, "cuda")))
 
 
-@pytest.mark.skipif(len(BACKENDS) == 1, reason="needs Triton's interpreter")
+@by_the_kernel
 @pytest.mark.parametrize("head_dim", [8, 16, 32, 64, 256, 512])
 def test_the_kernel_rotates_all_head_dims(head_dim: int) -> None:
     """The kernel multiplies parts of 64 columns by a small Hadamard matrix, and adds up the parts."""
@@ -97,7 +101,7 @@ def test_the_kernel_rotates_all_head_dims(head_dim: int) -> None:
         assert found.values.float().abs().max() == 448.0
 
 
-@pytest.mark.skipif(len(BACKENDS) == 1, reason="needs Triton's interpreter")
+@by_the_kernel
 @pytest.mark.parametrize("second", [1.0, float("inf"), float("nan")])
 def test_the_kernel_rotates_infinities(second: float) -> None:
     """One makes the whole row infinite. Of two, in the same column of two parts, some sums are infinite, others NaN."""
@@ -112,45 +116,20 @@ def test_the_kernel_rotates_infinities(second: float) -> None:
         assert not first.isfinite() and first.isnan() == expected.isnan()
 
 
-@pytest.mark.skipif(len(BACKENDS) == 1, reason="needs Triton's interpreter")
-@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
-def test_the_kernel_smooths_infinities(number: float) -> None:
-    """The pass for the mean also decides the descale, from each column's smallest and largest number."""
-    x = torch.randn(1, 2, 70, 24, generator=torch.Generator().manual_seed(0))
-    x[0, 0, 3, 5] = number
-    for per in ("tensor", "head"):
-        want, found = (diyfa.quantize(x, x, x, per, smooth=True, backend=backend)[2] for backend in (None, "cuda"))
-        for a, b in zip(want[1:3], found[1:3], strict=True):
-            assert a is not None and b is not None
-            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6, equal_nan=True)
-        assert torch.equal(want.values.float().isnan(), found.values.float().isnan())
-
-
-@pytest.mark.skipif(len(BACKENDS) == 1, reason="needs Triton's interpreter")
-@pytest.mark.parametrize("rows", [70, 600])
-def test_the_kernel_smooths_columns_without_zero(rows: int) -> None:
-    """A column's extremes lie far above 0, or far below. No 0 of a sum or of a masked load may count among them."""
-    x = torch.randn(1, 2, rows, 24, generator=torch.Generator().manual_seed(0))
+@by_the_kernel
+@pytest.mark.parametrize(
+    ("rows", "number"),
+    [(70, float("inf")), (70, float("-inf")), (600, float("nan")), (70, 29.5), (600, 29.5), (17 * 512 + 70, -20.0)],
+)
+def test_the_kernel_smooths_any_columns(rows: int, number: float) -> None:
+    """The pass for the mean also decides the descale, from each column's smallest and largest number, which may lie far
+    from 0: no 0 of a sum or of a masked load counts. Of a long column the last chunk of rows has the largest number."""
+    x = torch.randn(1, 1, rows, 24, generator=torch.Generator().manual_seed(0))
     x[..., ::2] += 30
     x[..., 1::2] -= 30
-    for per in ("tensor", "head"):
-        want, found = (diyfa.quantize(x, x, x, per, smooth=True, backend=backend)[2] for backend in (None, "cuda"))
-        assert want.descale is not None and float(want.descale.max()) < 6 / 448
-        torch.testing.assert_close(want.descale, found.descale, rtol=2e-5, atol=0)
-
-
-@pytest.mark.skipif(len(BACKENDS) == 1, reason="needs Triton's interpreter")
-@pytest.mark.parametrize("per", ["head", "block"])
-def test_the_kernel_smooths_long_sequences(per: str) -> None:
-    """A mean has more sums than its kernel loads at a time, and the largest number is in the last chunk of rows."""
-    x = torch.randn(1, 1, 17 * 512 + 70, 16, generator=torch.Generator().manual_seed(0)) + 3
-    x[0, 0, -1, 2] = -20.0
-    want, found = (diyfa.quantize(x, x, x, per, smooth=True, backend=backend)[1:] for backend in (None, "cuda"))
-    for y, z in zip(want, found, strict=True):
-        for a, b in zip(y[1:3], z[1:3], strict=True):
-            assert a is not None and b is not None
-            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
-        assert (y.values.float() != z.values.float()).float().mean() < 2e-3
+    x[0, 0, -1, 2] = number
+    for per in ("tensor", "head", "block")[rows > 1000 :]:
+        assert_alike(*(diyfa.quantize(x, x, x, per, smooth=True, backend=backend) for backend in (None, "cuda")), 2e-5)
 
 
 def test_a_rotation_keeps_products() -> None:

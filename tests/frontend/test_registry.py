@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +21,7 @@ from diyfa.problem import (
     Backend,
     Kernel,
     KVCacheProblem,
-    MatmulProblem,
     cached_per_kind,
-    cached_per_problem,
     refuse_features,
 )
 
@@ -50,14 +47,9 @@ def test_preferred_and_named_kernels(cpu: Backend) -> None:
 
 @pytest.mark.parametrize(
     ("installed", "refused"),
-    [
-        ({"triton": "3.9.0"}, True),
-        ({"triton": "4.0.0+git1"}, True),
-        ({"triton": "3.8.1"}, False),
-        ({"triton": "3.9.0", "triton-ascend": "3.2.0"}, False),
-        ({}, False),
-    ],
-)
+    [({"triton": "3.9.0"}, True), ({"triton": "4.0.0+git1"}, True), ({"triton": "3.8.1"}, False),
+     ({"triton": "3.9.0", "triton-ascend": "3.2.0"}, False), ({}, False)],
+)  # fmt: skip
 def test_an_interpreter_without_block_pointers(
     monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], refused: bool
 ) -> None:
@@ -94,12 +86,12 @@ def picky(cpu: Backend) -> Backend:
 
 
 def test_explicit_choice_never_falls_back(picky: Backend) -> None:
-    for variant in ("auto", "v1", "v2"):
-        with pytest.raises(ValueError, match="does not implement dropout"):
-            registry.choose("attention_fwd", problem(dropout=True), picky, variant)
+    """And "auto" names every kernel's reason."""
+    every = "v2: v2 does not implement dropout; v1: v1 does not implement dropout, soft"
+    for variant, words in (("auto", every), ("v1", "dropout, softcap"), ("v2", "v2 does not implement dropout")):
+        with pytest.raises(ValueError, match=words):
+            registry.choose("attention_fwd", problem(dropout=True, softcap=5.0), picky, variant)
     assert registry.choose("attention_fwd", problem(softcap=5.0), picky).name == "v2"
-    with pytest.raises(ValueError, match="v1 does not implement softcap"):
-        registry.choose("attention_fwd", problem(softcap=5.0), picky, "v1")
 
 
 def test_a_kernel_that_runs_by_name_only(cpu: Backend) -> None:
@@ -124,11 +116,6 @@ def test_a_variant_means_a_backward_kernel_that_takes_the_problem(cpu: Backend) 
     assert registry.op_variant("attention_fwd", backend, "v1", problem(softcap=5.0)) == "v1"
 
 
-def test_auto_names_every_reason(picky: Backend) -> None:
-    with pytest.raises(ValueError, match="v2: v2 does not implement dropout; v1: v1 does not implement dropout, soft"):
-        registry.choose("attention_fwd", problem(dropout=True, softcap=5.0), picky)
-
-
 def test_unsupported_dtype(cpu: Backend) -> None:
     with pytest.raises(ValueError, match="computes float16, bfloat16, float32, float64, not complex64"):
         registry.choose("attention_fwd", problem(dtype="complex64"), cpu)
@@ -138,29 +125,24 @@ def test_features_of_a_problem() -> None:
     assert problem().features == frozenset()
     assert problem(window_right=0).features == {"causal"}
     assert problem(window_left=5, window_right=0).features == {"causal", "window"}
-    assert problem(heads_kv=1, head_dim_v=64, sinks=True, bias="float32").features == {
-        "gqa",
-        "head_dim_v",
-        "sinks",
-        "attn_bias",
-    }
-
-
-def test_matmul_choice(cpu: Backend) -> None:
-    product = MatmulProblem("cpu", "cpu", "float32", "float32", "float32", 8, 8, 8, "tf32")
-    with pytest.raises(ValueError, match="IEEE precision only"):
-        registry.choose("matmul", product, cpu)
-    assert registry.choose("matmul", product.replace(precision="ieee"), cpu).name == "tiled"
+    several = problem(heads_kv=1, head_dim_v=64, sinks=True, bias="float32")
+    assert several.features == {"gqa", "head_dim_v", "sinks", "attn_bias"}
 
 
 def test_use_backend_nests_and_restores() -> None:
-    q = torch.randn(1, 1, 4, 8)
+    """Blocks may end in another order, and the backward pass runs on the backend of its forward pass."""
+    q = torch.randn(1, 1, 4, 8, requires_grad=True)
+    first, second = diyfa.use_backend("npu"), diyfa.use_backend("cpu")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert registry.forced_backend() == "cpu"
+    with diyfa.use_backend("npu"):
+        assert registry.forced_backend() == "npu"
+    out = diyfa.flash_attention(q, q, q)
+    second.__exit__(None, None, None)
     assert registry.forced_backend() == ""
-    with diyfa.use_backend("cpu"):
-        with diyfa.use_backend("cpu"):
-            assert registry.forced_backend() == "cpu"
-        assert diyfa.flash_attention(q, q, q).shape == q.shape
-    assert registry.forced_backend() == ""
+    assert torch.autograd.grad(out.sum(), q)[0].isfinite().all()
     with pytest.raises(RuntimeError, match="inside"), diyfa.use_backend("cpu"):
         raise RuntimeError("inside")
     assert registry.forced_backend() == ""
@@ -168,18 +150,8 @@ def test_use_backend_nests_and_restores() -> None:
         pass
 
 
-def test_use_backend_blocks_may_end_in_another_order() -> None:
-    first, second = diyfa.use_backend("cpu"), diyfa.use_backend("npu")
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert registry.forced_backend() == "npu"
-    second.__exit__(None, None, None)
-    assert registry.forced_backend() == ""
-
-
 def test_use_backend_belongs_to_its_thread() -> None:
-    names, seen = ["cpu", "npu"] * 4, {}
+    names, seen = ["cpu", "npu"] * 2, {}
     together = threading.Barrier(len(names))
 
     def run(i: int) -> None:
@@ -188,31 +160,13 @@ def test_use_backend_belongs_to_its_thread() -> None:
             together.wait()
             seen[i] = registry.forced_backend()
             together.wait()
-            if i % 3:  # so that they leave in another order than they came
-                time.sleep(0.01 * (i % 3))
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(len(names))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [seen[i] for i in range(len(names))] == names
-    assert registry.forced_backend() == ""
-
-
-def test_decisions_are_cached_per_problem() -> None:
-    asked = []
-
-    @cached_per_problem
-    def decide(problem: AttentionProblem, kind: str) -> str:
-        asked.append(kind)
-        return f"{kind} {problem.seqlen_q}"
-
-    first, second = problem(seqlen_q=4), problem(seqlen_q=4)
-    assert [decide(first, "a"), decide(first, "b"), decide(first, "a")] == ["a 4", "b 4", "a 4"] and asked == ["a", "b"]
-    assert first == second and hash(first) == hash(second) and repr(first) == repr(second)
-    assert decide(first.replace(seqlen_q=5), "a") == "a 5"
-    assert decide(pickle.loads(pickle.dumps(first)), "a") == "a 4"
+    assert [seen[i] for i in range(len(names))] == names and registry.forced_backend() == ""
 
 
 def test_decisions_are_cached_per_kind() -> None:
@@ -224,10 +178,8 @@ def test_decisions_are_cached_per_kind() -> None:
         bounds = problem.window_left, problem.window_right
         return f"{what} {problem.batch} {problem.seqlen_q} {problem.seqlen_k} {bounds}"
 
-    first, second = (
-        problem(seqlen_q=4, window_left=3, window_right=7),
-        problem(seqlen_q=5, window_left=0, window_right=1),
-    )
+    first = problem(seqlen_q=4, window_left=3, window_right=7)
+    second = problem(seqlen_q=5, window_left=0, window_right=1)
     assert decide(first, "a") == decide(second, "a") == "a None None None (0, 1)" and asked == ["a"]
     assert decide(first, "b").startswith("b") and asked == ["a", "b"]
     assert first.kind is second.kind and first.kind.kind is first.kind
@@ -236,22 +188,16 @@ def test_decisions_are_cached_per_kind() -> None:
 
 def test_kinds_differ_in_every_field_but_sizes() -> None:
     """And of a window's bounds by their signs, where 0 on the right is a causal mask."""
-    first = problem()
-    for each in fields(AttentionProblem):
-        value = getattr(first, each.name)
-        other = {str: "x", bool: not value, int: 77, float: 3.5, tuple: (64, 64)}[type(value)]
-        changed = first.replace(**{each.name: other})
-        assert (changed.kind is first.kind) == (each.name in AttentionProblem.SIZES), each.name
+    cache = KVCacheProblem("cpu", "cpu", "float16", "float16", "bshd", 1, 2, 2, 64, 64, 32, 32)
+    for first in (problem(), cache):
+        for each in fields(first):
+            value = getattr(first, each.name)
+            other = {str: "x", bool: not value, int: 77, float: 3.5, tuple: (64, 64)}[type(value)]
+            changed = first.replace(**{each.name: other})
+            assert (changed.kind is first.kind) == (each.name in type(first).SIZES), each.name
     windows = [(-1, -1), (-1, 0), (-1, 5), (0, -1), (3, 0), (3, 5)]
     assert len({id(problem(window_left=left, window_right=right).kind) for left, right in windows}) == len(windows)
     assert problem(window_left=0, window_right=1).kind is problem(window_left=9, window_right=8).kind
-    cache = KVCacheProblem("cpu", "cpu", "float16", "float16", "bshd", 1, 2, 2, 64, 64, 32, 32)
-    for each in fields(KVCacheProblem):
-        value = getattr(cache, each.name)
-        other = {str: "x", bool: not value, int: 77, float: 3.5}[type(value)]
-        assert (cache.replace(**{each.name: other}).kind is cache.kind) == (each.name in KVCacheProblem.SIZES), (
-            each.name
-        )
 
 
 def test_copies_of_a_problem_have_its_fields_alone() -> None:
@@ -260,20 +206,6 @@ def test_copies_of_a_problem_have_its_fields_alone() -> None:
     for other in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first), copy.copy(first)):
         assert other == first and other.kind is first.kind
         assert set(pickle.loads(pickle.dumps(other)).__dict__) == {each.name for each in fields(first)}
-
-
-def test_backward_runs_on_the_backend_of_its_forward() -> None:
-    """The choice is part of the call: leaving `use_backend` before the backward pass changes nothing."""
-    q = torch.randn(1, 1, 4, 8, requires_grad=True)
-    with diyfa.use_backend("cpu"):
-        out = diyfa.flash_attention(q, q, q)
-    out.sum().backward()
-    assert q.grad is not None and bool(q.grad.isfinite().all())
-
-
-def test_environment_variable() -> None:
-    code = "import torch, diyfa\nq = torch.zeros(1, 1, 4, 8)\nprint(tuple(diyfa.flash_attention(q, q, q).shape))"
-    assert run_after_torch(code, DIYFA_BACKEND="cpu").strip() == "(1, 1, 4, 8)"
 
 
 def test_explain() -> None:
@@ -285,17 +217,12 @@ def test_explain() -> None:
     assert said.config is not None and said.config.block_m > 0
     assert {(a.backend, a.kernel) for a in said.alternatives} >= {("cpu", "v1")}
     assert "cpu/v2" in str(said) and "not cpu/v1: could run; v2 is preferred" in str(said)
+    q.requires_grad_()
     named = diyfa.explain(q, q, q, variant="v1", backend="cpu")
-    assert named.kernel == "v1" and "variant='v1'" in named.why
-
-
-def test_explain_names_the_backward_kernel() -> None:
-    q = torch.zeros(2, 4, 16, 32, requires_grad=True)
-    said = diyfa.explain(q, q, q, backend="cpu", variant="v1")
-    assert said.kernel == "v1" and said.backward is not None
-    assert (said.backward.op, said.backward.backend, said.backward.kernel) == ("attention_bwd", "cpu", "v2")
-    assert said.backward.problem == said.problem and said.backward.problem.needs_grad
-    assert "attention_bwd: cpu/v2" in str(said)
+    assert named.kernel == "v1" and "variant='v1'" in named.why and named.backward is not None
+    assert (named.backward.op, named.backward.backend, named.backward.kernel) == ("attention_bwd", "cpu", "v2")
+    assert named.backward.problem == named.problem and named.backward.problem.needs_grad
+    assert "attention_bwd: cpu/v2" in str(named)
     with torch.no_grad():
         assert diyfa.explain(q, q, q, backend="cpu").backward is None
 
@@ -309,26 +236,12 @@ def test_explain_packed_sequences() -> None:
     assert (said.problem.window_left, said.problem.window_right) == (3, -1)
 
 
-def test_protocol_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Point:
-        def load(self) -> object:
-            return object()
-
-    monkeypatch.setattr(registry, "_plugins", lambda: {"broken": Point()})
-    with pytest.raises(TypeError, match=r"'broken' does not follow diyfa\.problem\.Backend"):
-        registry.load_backend("broken")
-
-
 def test_explain_reports_what_another_backend_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Faulty:
-        name, device_type, kernels = "faulty", "meta", ()
-        arch = unsupported = None
-
-        def accepts(self, device: torch.device) -> str | None:
-            raise RuntimeError("no driver")
+    def accepts(device: torch.device) -> str | None:
+        raise RuntimeError("no driver")
 
     monkeypatch.setattr(registry, "_plugins", lambda: {"faulty": None})
-    monkeypatch.setitem(registry._loaded, "faulty", Faulty())
+    monkeypatch.setitem(registry._loaded, "faulty", SimpleNamespace(accepts=accepts))
     q = torch.randn(1, 2, 4, 8)
     (said,) = [a for a in diyfa.explain(q, q, q, backend="cpu").alternatives if a.backend == "faulty"]
     assert (said.kernel, said.reason) == ("*", "RuntimeError: no driver")
@@ -385,74 +298,3 @@ def test_a_broken_plugin_breaks_nothing_else(name: str, tmp_path: Path) -> None:
         "property": "backend 'bad' does not load: ZeroDivisionError: division by zero",
     }
     assert reason.startswith(expected[name])
-
-
-TOY = """
-import torch
-from diyfa.problem import Kernel
-
-calls = []
-
-
-def forward(problem, tensors, out, lse):
-    calls.append("fwd")
-    out.copy_(tensors.v.mean(2, keepdim=True).expand_as(out))
-    lse.zero_()
-
-
-def only_small(problem):
-    return f"toys have at most 8 keys, got {problem.seqlen_k}" if problem.seqlen_k > 8 else None
-
-
-class Toy:
-    name = "toy"
-    device_type = "cpu"
-    kernels = (Kernel("mean", "attention_fwd", "uniform weights", forward, only_small),)
-
-    def accepts(self, device):
-        return None if device.type == "cpu" else "toys are for CPUs"
-
-    def arch(self, device):
-        return "toy"
-
-    def unsupported(self, problem):
-        return "toys do not scale" if problem.softcap else None
-
-
-backend = Toy()
-"""
-USE_TOY = """
-import torch, diyfa
-from diyfa import registry
-assert registry.backend_names() == ["cuda", "npu", "cpu", "toy"], registry.backend_names()
-assert diyfa.kernels_for("toy") == ["mean"]
-q = torch.randn(1, 2, 4, 8)
-out = diyfa.flash_attention(q, q, q, backend="toy")
-assert torch.allclose(out, q.mean(2, keepdim=True).expand_as(q))
-import toy_attention
-assert toy_attention.calls == ["fwd"]
-with diyfa.use_backend("toy"):
-    diyfa.flash_attention_v2
-    diyfa.flash_attention(q, q, q)
-assert toy_attention.calls == ["fwd", "fwd"]
-long = torch.randn(1, 2, 9, 8)
-for kwargs, tensors, words in (
-    ({}, long, "mean: toys have at most 8 keys, got 9"),
-    ({"softcap": 1.0}, q, "toys do not scale"),
-    ({}, q.clone().requires_grad_(), "cannot run this attention_bwd: it has no kernel"),
-):
-    try:
-        diyfa.flash_attention(tensors, tensors, tensors, backend="toy", **kwargs)
-    except ValueError as error:
-        assert words in str(error), error
-    else:
-        raise SystemExit("ran although it must refuse: " + words)
-said = diyfa.explain(q, q, q, backend="cpu")
-assert any(a.backend == "toy" and a.kernel == "mean" for a in said.alternatives), said
-print("ok")
-"""
-
-
-def test_third_party_backend_through_an_entry_point(tmp_path: Path) -> None:
-    add_plugin(tmp_path, "toy", "toy_attention", TOY)
-    assert run_after_torch(USE_TOY, tmp_path).strip() == "ok"

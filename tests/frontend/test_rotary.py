@@ -104,25 +104,15 @@ def test_packed_sequences(offsets: Any, inplace: bool) -> None:
     torch.testing.assert_close(out, want)
 
 
-def test_no_packed_sequences_at_all() -> None:
-    cos, sin, _ = tables(16)
-    x = randn(5, 2, 16)
-    out = apply_rotary_emb(x, cos, sin, cu_seqlens=torch.zeros(1, dtype=torch.int32), max_seqlen=0)
-    assert torch.equal(out, x)
+PACKED = {"cu_seqlens": torch.tensor([0, 3, 6], dtype=torch.int32), "max_seqlen": 3}
 
 
-@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"seqlen_offsets": torch.tensor([2, 30])}])
+@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"seqlen_offsets": torch.tensor([2, 30])}, PACKED])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_gradient(options: dict[str, Any], inplace: bool) -> None:
     cos, sin, _ = tables(6)
-    x = randn(2, 5, 2, 8).requires_grad_()
+    x = randn(*((7,) if options is PACKED else (2, 5)), 2, 8).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: apply_rotary_emb(x * 1.0, cos, sin, inplace=inplace, **options), x)
-
-
-def test_gradient_of_packed_sequences() -> None:
-    cos, sin, _ = tables(6)
-    x, cu_seqlens = randn(7, 2, 8).requires_grad_(), torch.tensor([0, 3, 6], dtype=torch.int32)
-    assert torch.autograd.gradcheck(lambda x: apply_rotary_emb(x, cos, sin, cu_seqlens=cu_seqlens, max_seqlen=3), x)
 
 
 def test_conjugate_rotates_back() -> None:
@@ -179,18 +169,6 @@ def test_qkv(form: str, interleaved: bool, own_k: bool, offset: Any) -> None:
     torch.testing.assert_close(torch.autograd.grad(got, leaf, weights), torch.autograd.grad(want, leaf, weights))
 
 
-def test_kv() -> None:
-    cos, sin, turn = tables(16)
-    leaf = randn(2, 9, 2, 3, 16).requires_grad_()
-    kv = leaf * 1.0
-    got = apply_rotary_emb_kv_(kv, cos, sin, seqlen_offsets=2)
-    want = torch.stack((rotated(leaf[:, :, 0], turn[2:11, None], False), leaf[:, :, 1]), 2)
-    assert got is kv
-    torch.testing.assert_close(got, want)
-    weights = randn(*kv.shape, seed=9)
-    torch.testing.assert_close(torch.autograd.grad(got, leaf, weights), torch.autograd.grad(want, leaf, weights))
-
-
 def test_tables_of_each_sample() -> None:
     x, angle = randn(2, 9, 3, 16), randn(2, 9, 8, seed=1)
     turn = torch.polar(torch.ones_like(angle), angle)[:, :, None]
@@ -211,8 +189,8 @@ def test_module_rotates_q_and_k_by_their_positions() -> None:
     assert module(qkv, seqlen_offset=3) is qkv
     angle = frequencies(16, torch.arange(3, 12), 500.0)
     turn = torch.polar(torch.ones_like(angle), angle)[:, None]
-    torch.testing.assert_close(qkv[:, :, 0].double(), rotated(before[:, :, 0].double(), turn, False), rtol=0, atol=1e-5)
-    torch.testing.assert_close(qkv[:, :, 1].double(), rotated(before[:, :, 1].double(), turn, False), rtol=0, atol=1e-5)
+    want = rotated(before[:, :, :2].double(), turn[:, None], False)
+    torch.testing.assert_close(qkv[:, :, :2].double(), want, rtol=0, atol=1e-5)
     assert torch.equal(qkv[:, :, 2], before[:, :, 2])
     assert not list(module.parameters()) and not module.state_dict()
 
@@ -275,56 +253,43 @@ def test_module_with_offsets_in_a_tensor() -> None:
 
 COS, SIN, _ = tables(16)
 X = randn(2, 9, 2, 16)
-ERRORS = {
-    "rank": (apply_rotary_emb, (X[0], COS, SIN), {}, r"x must have shape \(batch, seqlen, heads, head_dim\)"),
-    "packed_rank": (apply_rotary_emb, (X, COS, SIN), {"cu_seqlens": torch.tensor([0, 9]), "max_seqlen": 9}, "total"),
-    "tables": (apply_rotary_emb, (X, COS, SIN[:5]), {}, "cos and sin must both have shape"),
-    "rotary_dim": (apply_rotary_emb, (X[..., :8], COS, SIN), {}, "rotary_dim 16 exceeds the head dimension 8"),
-    "too_long": (apply_rotary_emb, (X, COS[:5], SIN[:5]), {}, "have 5 rows; positions 0 to 8"),
-    "offset": (apply_rotary_emb, (X, COS, SIN), {"seqlen_offsets": 32}, "positions 32 to 40"),
-    "negative": (
-        apply_rotary_emb,
-        (X, COS, SIN),
-        {"seqlen_offsets": -1},
-        "seqlen_offsets must not be negative, got -1",
-    ),
-    "offsets": (apply_rotary_emb, (X, COS, SIN), {"seqlen_offsets": torch.zeros(3).int()}, r"int or a \(2,\) integer"),
-    "offsets_dtype": (apply_rotary_emb, (X, COS, SIN), {"seqlen_offsets": torch.zeros(2)}, "torch.float32"),
-    "max_seqlen": (apply_rotary_emb, (X[0], COS, SIN), {"cu_seqlens": torch.tensor([0, 9])}, "needs max_seqlen"),
-    "qkv": (apply_rotary_emb_qkv_, (X[:, :, None], COS, SIN), {}, r"qkv must have shape"),
-    "qkv_rank": (apply_rotary_emb_qkv_, (X[0], COS, SIN), {}, "qkv must be 4-D or 5-D"),
-    "qkv_heads": (apply_rotary_emb_qkv_, (X, COS, SIN), {}, "needs num_heads_q"),
-    "qkv_odd": (apply_rotary_emb_qkv_, (X, COS, SIN), {"num_heads_q": 1}, "needs num_heads_q"),
-    "device": (
-        apply_rotary_emb,
-        (X, COS, SIN.to("meta")),
-        {},
-        "cos is on cpu and sin on meta, but what they turn on cpu",
-    ),
-    "kv": (apply_rotary_emb_kv_, (X, COS, SIN), {}, "kv must have shape"),
-    "torch_dim": (apply_rotary_emb_torch, (X[..., :8], COS, SIN), {}, "exceeds the head dimension"),
-}
+EMB, QKV = apply_rotary_emb, apply_rotary_emb_qkv_
+ERRORS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+    (EMB, (X[0], COS, SIN), {}, r"x must have shape \(batch, seqlen, heads, head_dim\)"),
+    (EMB, (X, COS, SIN), {"cu_seqlens": torch.tensor([0, 9]), "max_seqlen": 9}, "total"),
+    (EMB, (X, COS, SIN[:5]), {}, "cos and sin must both have shape"),
+    (EMB, (X[..., :8], COS, SIN), {}, "rotary_dim 16 exceeds the head dimension 8"),
+    (EMB, (X, COS[:5], SIN[:5]), {}, "have 5 rows; positions 0 to 8"),
+    (EMB, (X, COS, SIN), {"seqlen_offsets": 32}, "positions 32 to 40"),
+    (EMB, (X, COS, SIN), {"seqlen_offsets": -1}, "seqlen_offsets must not be negative, got -1"),
+    (EMB, (X, COS, SIN), {"seqlen_offsets": torch.zeros(3).int()}, r"int or a \(2,\) integer"),
+    (EMB, (X, COS, SIN), {"seqlen_offsets": torch.zeros(2)}, "torch.float32"),
+    (EMB, (X[0], COS, SIN), {"cu_seqlens": torch.tensor([0, 9])}, "needs max_seqlen"),
+    (EMB, (X, COS, SIN.to("meta")), {}, "cos is on cpu and sin on meta, but what they turn on cpu"),
+    (QKV, (X[:, :, None], COS, SIN), {}, r"qkv must have shape"),
+    (QKV, (X[0], COS, SIN), {}, "qkv must be 4-D or 5-D"),
+    (QKV, (X, COS, SIN), {}, "needs num_heads_q"),
+    (QKV, (X, COS, SIN), {"num_heads_q": 1}, "needs num_heads_q"),
+    (apply_rotary_emb_kv_, (X, COS, SIN), {}, "kv must have shape"),
+    (apply_rotary_emb_torch, (X[..., :8], COS, SIN), {}, "exceeds the head dimension"),
+]
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name: str) -> None:
-    function, args, kwargs, pattern = ERRORS[name]
-    with pytest.raises(ValueError, match=pattern):
-        function(*args, **kwargs)
+WRONG_TYPES: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+    (EMB, ([1.0], COS, SIN), {}, r"x must be a torch\.Tensor, got list"),
+    (EMB, (X, None, SIN), {}, r"cos must be a torch\.Tensor, got NoneType"),
+    (EMB, (X, COS, SIN), {"seqlen_offsets": 1.0}, r"seqlen_offsets must be an integer, got 1\.0"),
+    (EMB, (X[0], COS, SIN), {"cu_seqlens": torch.tensor([0, 9]), "max_seqlen": "9"}, "max_seqlen must be an integer"),
+]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "pattern"),
-    [
-        (([1.0], COS, SIN), {}, r"x must be a torch\.Tensor, got list"),
-        ((X, None, SIN), {}, r"cos must be a torch\.Tensor, got NoneType"),
-        ((X, COS, SIN), {"seqlen_offsets": 1.0}, r"seqlen_offsets must be an integer, got 1\.0"),
-        ((X[0], COS, SIN), {"cu_seqlens": torch.tensor([0, 9]), "max_seqlen": "9"}, "max_seqlen must be an integer"),
-    ],
+    ("error", "row"), [*((ValueError, row) for row in ERRORS), *((TypeError, row) for row in WRONG_TYPES)]
 )
-def test_wrong_types(arguments: tuple[Any, ...], options: dict[str, Any], pattern: str) -> None:
-    with pytest.raises(TypeError, match=pattern):
-        apply_rotary_emb(*arguments, **options)
+def test_errors(error: type[Exception], row: tuple[Any, ...]) -> None:
+    function, arguments, options, pattern = row
+    with pytest.raises(error, match=pattern):
+        function(*arguments, **options)
 
 
 def test_compile_fullgraph() -> None:

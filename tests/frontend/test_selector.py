@@ -24,21 +24,17 @@ def tile(kernel, problem):
     return {"kernel": kernel.name, **asdict(kernel.config(problem))}
 
 
-def test_attention_config_is_that_of_the_kernel():
-    backend = registry.load_backend("cpu")
+def test_configs_are_those_of_the_kernels():
+    backend, selector = registry.load_backend("cpu"), AdaptiveKernelSelector()
     problem = AttentionProblem("cpu", "cpu", "float32", "bhsd", 2, 4, 4, 300, 300, 96, 96, window_right=0)
     kernel = registry.choose("attention_fwd", problem, backend)
     got = diyfa.get_attention_config(batch=2, heads=4, seq_len=300, head_dim=96, causal=True, dtype=torch.float32)
     assert got == tile(kernel, problem)
-    assert AdaptiveKernelSelector().get_attention_config() == diyfa.get_attention_config()
-
-
-def test_matmul_config_is_that_of_the_kernel():
-    backend = registry.load_backend("cpu")
-    problem = MatmulProblem("cpu", "cpu", "bfloat16", "bfloat16", "bfloat16", 100, 200, 300)
-    kernel = registry.choose("matmul", problem, backend)
-    assert diyfa.get_matmul_config(m=100, n=200, k=300, dtype=torch.bfloat16) == tile(kernel, problem)
-    assert AdaptiveKernelSelector().get_matmul_config()["kernel"] == kernel.name
+    product = MatmulProblem("cpu", "cpu", "bfloat16", "bfloat16", "bfloat16", 100, 200, 300)
+    kernel = registry.choose("matmul", product, backend)
+    assert diyfa.get_matmul_config(m=100, n=200, k=300, dtype=torch.bfloat16) == tile(kernel, product)
+    assert selector.get_attention_config() == diyfa.get_attention_config()
+    assert selector.get_matmul_config()["kernel"] == kernel.name
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -47,15 +43,9 @@ def test_selected_attention_computes_attention(causal):
     selected = BackendSelector().select_attention(2, 3, 40, 16, causal=causal, dtype=torch.float32)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
     torch.testing.assert_close(selected(q, k, v), expected)
+    assert selected.keywords["variant"] == diyfa.explain(q, k, v, causal=causal).kernel
+    assert BackendSelector().backend == "cpu"
     torch.testing.assert_close(diyfa.get_optimal_attention()(q, k, v, causal=causal), expected)
-
-
-def test_selected_attention_is_the_variant_that_explain_names():
-    selector = BackendSelector()
-    q = torch.randn(1, 2, 64, 32)
-    selected = selector.select_attention(1, 2, 64, 32, dtype=torch.float32)
-    assert selector.backend == "cpu"
-    assert selected.keywords["variant"] == diyfa.explain(q, q, q, backend="cpu").kernel
 
 
 def test_selected_matmul_multiplies():

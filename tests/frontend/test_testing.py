@@ -50,14 +50,10 @@ def test_poisoning_reaches_every_allocation() -> None:
             assert bool(allocate().isnan().all())
         assert int(torch.empty(3, dtype=torch.int32).min()) == 2**31 - 1
         assert bool(torch.zeros(3).eq(0).all())
-    assert torch.empty is not None and torch.empty.__name__ == "empty"
-
-
-def test_poisoning_ends_with_the_block() -> None:
     before = torch.empty, torch.Tensor.new_empty
     with pytest.raises(RuntimeError, match="inside"), poisoned_allocations():
         raise RuntimeError("inside")
-    assert (torch.empty, torch.Tensor.new_empty) == before
+    assert (torch.empty, torch.Tensor.new_empty) == before and torch.empty.__name__ == "empty"
 
 
 def test_error_counts_nan_and_misplaced_infinities() -> None:
@@ -165,15 +161,6 @@ def test_budget_refuses_wrong_results() -> None:
                 assert_within_budget(good._replace(**{name: wrong}), CASE)
 
 
-def test_expected_results_are_finite_and_double() -> None:
-    expected = expected_results(CASE)
-    given = {name: x for name, x in expected._asdict().items() if x is not None}
-    assert given.keys() >= {"out", "lse", "dq", "dk", "dv", "dbias", "dsinks"}
-    for name, x in given.items():
-        assert x.dtype == torch.float64
-        assert bool(x.isfinite().all()) or name == "lse"
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_inputs_match_the_case(name: str) -> None:
     case = CASES[name]
@@ -204,41 +191,30 @@ def cpu_attention(*args, **kwargs):
     return diyfa.flash_attention(*args, backend="cpu", **kwargs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+
+
+@DTYPES
 @pytest.mark.parametrize("causal", [False, True])
 def test_validate_attention(dtype: torch.dtype, causal: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    passed, difference = diyfa.validate_attention(
-        cpu_attention, 2, 3, 50, 32, causal=causal, dtype=dtype, device="cpu", verbose=True
-    )
+    validate = partial(diyfa.validate_attention, causal=causal, dtype=dtype, device="cpu", verbose=True)
+    passed, difference = validate(cpu_attention, 2, 3, 50, 32)
     assert passed is True and 0 < difference < 0.02
     assert capsys.readouterr().out.startswith("PASS attention (2, 3, 50, 32)")
-    wrong, difference = diyfa.validate_attention(
-        lambda q, k, v, causal: cpu_attention(q, k, v, causal=not causal),
-        2,
-        3,
-        50,
-        32,
-        causal,
-        dtype=dtype,
-        device="cpu",
-    )
+    wrong, difference = validate(lambda q, k, v, causal: cpu_attention(q, k, v, causal=not causal), 2, 3, 50, 32)
     assert wrong is False and difference > 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@DTYPES
 def test_validate_matmul(dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
-    with diyfa.use_backend("cpu"):
-        passed, difference = diyfa.validate_matmul(
-            diyfa.triton_matmul, 70, 50, 130, dtype=dtype, device="cpu", verbose=True
-        )
-        assert passed is True and 0 < difference < 0.3
-        assert capsys.readouterr().out.startswith("PASS matmul 70x50x130")
-        wrong, _ = diyfa.validate_matmul(
-            lambda a, b: diyfa.triton_matmul(a, b) * 1.02, 70, 50, 130, dtype=dtype, device="cpu"
-        )
-        assert wrong is False
-        nan, _ = diyfa.validate_matmul(lambda a, b: torch.full((70, 50), float("nan")), 70, 50, 130, device="cpu")
-        assert nan is False
+    multiply = partial(diyfa.triton_matmul, backend="cpu")
+    passed, difference = diyfa.validate_matmul(multiply, 70, 50, 130, dtype=dtype, device="cpu", verbose=True)
+    assert passed is True and 0 < difference < 0.3
+    assert capsys.readouterr().out.startswith("PASS matmul 70x50x130")
+    for wrong in (lambda a, b: multiply(a, b) * 1.02, lambda a, b: torch.full((70, 50), float("nan"))):
+        assert diyfa.validate_matmul(wrong, 70, 50, 130, dtype=dtype, device="cpu")[0] is False
+    with pytest.raises(ValueError, match="returned shape"):
+        diyfa.validate_matmul(lambda a, b: b, 4, 5, 6, device="cpu")
 
 
 def test_validate_uses_the_available_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,8 +223,3 @@ def test_validate_uses_the_available_device(monkeypatch: pytest.MonkeyPatch) -> 
     assert diyfa.validate_attention(cpu_attention, 1, 2, 20, 16)[0]
     with diyfa.use_backend("cpu"):
         assert diyfa.validate_matmul(diyfa.triton_matmul, 20, 16, 24)[0]
-
-
-def test_validate_refuses_another_shape() -> None:
-    with pytest.raises(ValueError, match="returned shape"):
-        diyfa.validate_matmul(lambda a, b: b, 4, 5, 6, device="cpu")

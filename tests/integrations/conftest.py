@@ -4,10 +4,5 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-CLIENTS = {
-    "test_transformers.py": "transformers",
-    "test_diffusers.py": "diffusers",
-    "test_hub_kernel.py": "kernels",
-    "test_guide.py": "diffusers",
-}
-collect_ignore = [name for name, client in CLIENTS.items() if find_spec(client) is None]
+CLIENTS = {"transformers": "transformers", "diffusers": "diffusers", "hub_kernel": "kernels", "guide": "diffusers"}
+collect_ignore = [f"test_{name}.py" for name, client in CLIENTS.items() if find_spec(client) is None]

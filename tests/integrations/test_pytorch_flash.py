@@ -293,39 +293,22 @@ def _write_into(out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
     return aten._flash_attention_forward_no_dropout_inplace(out, q, k, v, cu, cu, 9, 9, 0.0, False, False)
 
 
-REFUSED = {
-    "debug mask": (
-        lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v, 0.1, False, True),
-        "return_debug_mask=True is not supported",
-    ),
-    "lengths without packing": (
-        lambda q, k, v: aten._flash_attention_forward(
-            q, k, v, None, None, 9, 9, 0.0, False, False, seqused_k=offsets((9,))
-        ),
-        "cum_seq_k, seqused_k and block_table need packed queries",
-    ),
-    "offsets of the keys alone": (
-        lambda q, k, v: aten._flash_attention_forward(q, k, v, None, offsets((9,)), 9, 9, 0.0, False, False),
-        "cum_seq_k, seqused_k and block_table need packed queries",
-    ),
-    "an output of another shape": (
-        lambda q, k, v: _write_into(torch.empty(3, 9, 2, 16, dtype=q.dtype), q, k, v),
-        r"out must be \(9, 2, 16\) of torch.float16, got \(3, 9, 2, 16\) of torch.float16",
-    ),
-    "an output of another dtype": (
-        lambda q, k, v: _write_into(torch.empty(9, 2, 16), q, k, v),
-        "out must be .* of torch.float16",
-    ),
-    "heads": (
-        lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k[:, :1], v),
-        "k and v must have the same heads and length",
-    ),
-}
+NEED_PACKING = "cum_seq_k, seqused_k and block_table need packed queries"
+REFUSED = [
+    (lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v, 0.1, False, True), "return_debug_mask=True is"),
+    (lambda q, k, v: aten._flash_attention_forward(
+        q, k, v, None, None, 9, 9, 0.0, False, False, seqused_k=offsets((9,))), NEED_PACKING),
+    (lambda q, k, v: aten._flash_attention_forward(
+        q, k, v, None, offsets((9,)), 9, 9, 0.0, False, False), NEED_PACKING),
+    (lambda q, k, v: _write_into(torch.empty(3, 9, 2, 16, dtype=q.dtype), q, k, v),
+     r"out must be \(9, 2, 16\) of torch.float16, got \(3, 9, 2, 16\) of torch.float16"),
+    (lambda q, k, v: _write_into(torch.empty(9, 2, 16), q, k, v), "out must be .* of torch.float16"),
+    (lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k[:, :1], v), "k and v must have the same heads and"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(handle: Handle, case: str) -> None:
-    attend, reason = REFUSED[case]
+@pytest.mark.parametrize(("attend", "reason"), REFUSED)
+def test_refused(handle: Handle, attend: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         attend(*(x.detach() for x in leaves(*[(1, 2, 9, 16)] * 3)))
 
@@ -351,7 +334,7 @@ def test_removal_restores_the_operators() -> None:
     q, k, v = (x.detach() for x in leaves(*[(1, 2, 9, 16)] * 3))
     handle = use_in_pytorch("cpu")
     assert use_in_pytorch("cpu") is handle and handle.active
-    with pytest.raises(RuntimeError, match="diyfa is under PyTorch's attention for cpu"):
+    with pytest.raises(RuntimeError, match="diyfa is under PyTorch's attention for cpu; remove that handle first"):
         use_in_pytorch("cuda")
     handle.remove()
     handle.remove()
@@ -431,17 +414,6 @@ show()
 """,
         ["rr--- rival False", "rr--- rival False", "ddddd diyfa True", "----- None None"],
     ),
-    "restored by the registry": (
-        """
-attention.activate_flash_attention_impl("rival")
-handle = use_in_pytorch()
-attention.restore_flash_attention_impl()
-show(handle)
-handle.remove()
-show(handle)
-""",
-        ["----- None False", "----- None False"],
-    ),
     "replaced by the one before": (
         """
 attention.activate_flash_attention_impl("rival")
@@ -494,19 +466,6 @@ show(handle)
             "own flash attention is in its place OSError('gone')",
             "----- None False",
         ],
-    ),
-    "for another device type": (
-        """
-handle = use_in_pytorch()
-handle.remove()
-handle = use_in_pytorch("cpu")
-try:
-    attention.activate_flash_attention_impl("diyfa")
-except RuntimeError as error:
-    print(error)
-show(handle)
-""",
-        ["diyfa is under PyTorch's attention for cpu; remove that handle first", "----- None True"],
     ),
 }  # fmt: skip
 

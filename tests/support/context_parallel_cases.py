@@ -61,11 +61,8 @@ def run_sharded(case: AttentionCase, division: Division) -> Results | None:
     """All results of a case, whole, on rank 0."""
     inputs = make_inputs(case, division.device)
     options = dict(inputs.options)
-    group = (
-        mesh(division.ulysses_ranks, "cpu" if dist.get_backend() == "gloo" else division.device)
-        if division.method == "both"
-        else None
-    )
+    where = "cpu" if dist.get_backend() == "gloo" else division.device
+    group = mesh(division.ulysses_ranks, where) if division.method == "both" else None
     packed = case.lens_q is not None
     cu_seqlens = options.pop("cu_seqlens_q", None)
     for name in ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
@@ -193,21 +190,14 @@ def random_case(seed: int, ranks: int) -> tuple[AttentionCase, Division]:
         heads = heads * size // 2 if heads * size // 2 % size == 0 else heads * size
     head_dim = rng.choice([8, 16, 24, 32])
     common: dict[str, Any] = {
-        "name": f"drawn_{seed}",
-        "heads": heads,
-        "heads_kv": heads_kv if heads % heads_kv == 0 else heads,
-        "head_dim": head_dim,
-        "head_dim_v": rng.choice([head_dim, 16, 40]),
-        "dtype": rng.choice(["float16", "bfloat16", "float32"]),
-        "causal": rng.random() < 0.5,
+        "name": f"drawn_{seed}", "heads": heads, "heads_kv": heads_kv if heads % heads_kv == 0 else heads,
+        "head_dim": head_dim, "head_dim_v": rng.choice([head_dim, 16, 40]),
+        "dtype": rng.choice(["float16", "bfloat16", "float32"]), "causal": rng.random() < 0.5,
         "sm_scale": rng.choice([None, None, 0.3, 1.0, -0.2]),
         "window": rng.choice([(-1, -1), (-1, -1), (rng.randint(-1, 60), rng.randint(-1, 60))]),
-        "softcap": rng.choice([0.0, 0.0, 3.0]),
-        "sinks": rng.random() < 0.3,
-        "dropout_p": rng.choice([0.0, 0.0, 0.3]),
-        "view": rng.choice(["contiguous", "transposed", "sliced"]),
-        "seed": seed,
-    }
+        "softcap": rng.choice([0.0, 0.0, 3.0]), "sinks": rng.random() < 0.3, "dropout_p": rng.choice([0.0, 0.0, 0.3]),
+        "view": rng.choice(["contiguous", "transposed", "sliced"]), "seed": seed,
+    }  # fmt: skip
     rows = ranks * rng.randint(1, 24)
     if rng.random() < 0.4:
         lens = []
@@ -342,6 +332,17 @@ def run_in_modes() -> list[bool]:
     return [cast.dtype == torch.bfloat16 and torch.equal(cast, rounded), torch.equal(out, expected)]
 
 
+def _beside_allowed(
+    found: list[torch.Tensor], single_device: list[torch.Tensor], exact: list[torch.Tensor], units: Sequence[float]
+) -> list[tuple[float, float]]:
+    """The largest error of each result, and the one that the error of a single device allows."""
+    budgets = []
+    for a, b, x, unit in zip(found, single_device, exact, units, strict=True):
+        error, single_error = (float((y.double() - x.double()).abs().max()) for y in (a, b))
+        budgets.append((error, BUDGET_FACTOR * single_error + unit * float(x.abs().max())))
+    return budgets
+
+
 def run_with_common_key(score: float, method: str, sinks: bool) -> list[tuple[float, float]]:
     """float32 keys that all have a part in common, which gives every pair about this score: the errors of out, lse, dq,
     dk and dv, each beside what the error of one device allows."""
@@ -361,11 +362,7 @@ def run_with_common_key(score: float, method: str, sinks: bool) -> list[tuple[fl
     if method == "compiled":
         attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
     unsharded = divided(attend, group, (q, k, v), *gradients)
-    budgets = []
-    for a, b, x, unit in zip(unsharded, single_device, exact, (2.0**-24, LSE_UNIT, *[2.0**-24] * 3), strict=True):
-        error, single_error = (float((y.double() - x).abs().max()) for y in (a, b))
-        budgets.append((error, BUDGET_FACTOR * single_error + unit * float(x.abs().max())))
-    return budgets
+    return _beside_allowed(unsharded, single_device, exact, (2.0**-24, LSE_UNIT, *[2.0**-24] * 3))
 
 
 def run_in_float64() -> float:
@@ -429,12 +426,8 @@ def run_with_large_keys(kind: str) -> list[tuple[float, float]]:
     single_device = differentiated(one_device, (q, k, v), dout)
     attend = partial(context_parallel_attention, method="ring", backend="cpu", **options, **cut)
     unsharded = divided(attend, None, (q, k, v), dout, dim=dim, **cut)
-    budgets = []
-    for results in zip(unsharded, single_device, exact, strict=True):
-        found, single, x = (y.double().narrow(dim, 0, rows.stop) for y in results)
-        allowed = BUDGET_FACTOR * float((single - x).abs().max()) + 2.0**-24 * float(x.abs().max())
-        budgets.append((float((found - x).abs().max()), allowed))
-    return budgets
+    results = ([x.narrow(dim, 0, rows.stop) for x in each] for each in (unsharded, single_device, exact))
+    return _beside_allowed(*results, [2.0**-24] * 4)
 
 
 def run_repeated_heads(mode: str) -> list[bool]:
@@ -468,9 +461,8 @@ def run_without_common_key(softcap: float, infinite: bool) -> list[float]:
     for shard_result, exact in zip(shard_results, expected, strict=True):
         unsharded = unshard_sequence(shard_result, None, 2)
         seen = exact.isfinite()
-        errors.append(
-            float((unsharded - exact)[seen].abs().max()) if torch.equal(unsharded.isfinite(), seen) else math.inf
-        )
+        alike = torch.equal(unsharded.isfinite(), seen)
+        errors.append(float((unsharded - exact)[seen].abs().max()) if alike else math.inf)
     return errors
 
 
@@ -529,11 +521,7 @@ def run_twice(division: Division) -> bool:
     """Whether gradients are bitwise equal from run to run."""
     case = Case("deterministic", heads=8, heads_kv=2, seqlen_q=96, causal=True, dtype="bfloat16", sinks=True)
     first, second = run_sharded(case, division), run_sharded(case, division)
-    return (
-        first is None
-        or second is None
-        or all(torch.equal(a, b) for a, b in zip(first, second, strict=True) if a is not None)
-    )
+    return not first or not second or all(a is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def run_dtensors(method: str) -> list[bool]:
@@ -675,9 +663,7 @@ def run_compiled() -> None:
 
 def numbers() -> list[int]:
     """Those of calls that differ in little; of the last one in the number of ranks alone."""
-    call_numbers = [
-        compiled.call_number(None, "method", x, "causal", y) for x in ("ring", "ulysses") for y in (1, True)
-    ]
+    call_numbers = [compiled.call_number(None, "method", x, "causal", y) for x in METHODS[:2] for y in (1, True)]
     with mock.patch.object(dist, "get_world_size", return_value=2):
         return [*call_numbers, compiled.call_number(None, "method", "ulysses", "causal", True)]
 

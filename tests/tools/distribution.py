@@ -58,14 +58,10 @@ def check_source(archive: Path) -> None:
     with tarfile.open(archive) as tar:
         names = {name.partition("/")[2] for name in tar.getnames()}
     wanted = (
-        "tests/tools/test_docs.py",
-        "docs/index.md",
-        "docs/zh/index.md",
-        "backends/cuda/hopper/fwd.py",
-        "Makefile",
-    )
-    for name in (*wanted, "CHANGELOG.md", "benchmarks/attention.py", ".ci/run", "tests/support/refusals.txt"):
-        assert name in names, f"not in the source distribution: {name}"
+        "tests/tools/test_docs.py", "docs/index.md", "docs/zh/index.md", "backends/cuda/hopper/fwd.py", "Makefile",
+        "CHANGELOG.md", "benchmarks/attention.py", ".ci/run", "tests/support/refusals.txt",
+    )  # fmt: skip
+    assert not (missing := set(wanted) - names), f"not in the source distribution: {sorted(missing)}"
     assert not [name for name in names if name.startswith("diyfa/backends/")], "kernels twice"
 
 
@@ -90,18 +86,8 @@ def check_install(wheel: Path) -> None:
         home = Path(folder) / "environment"
         venv.create(home, with_pip=False, symlinks=True)
         python = home / "bin" / "python"
-        run = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            str(python),
-            "install",
-            "-q",
-            "--no-deps",
-            "--no-index",
-            str(wheel),
-        ]
+        install = ["install", "-q", "--no-deps", "--no-index", str(wheel)]
+        run = [sys.executable, "-m", "pip", "--python", str(python), *install]
         subprocess.run(run, check=True, env=alone)
         packages = Path(next((home / "lib").glob("python*"))) / "site-packages"
         (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")

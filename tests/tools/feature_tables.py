@@ -11,21 +11,11 @@ ROOT = Path(__file__).parents[2]
 READMES = ("README.md", "README.zh-CN.md")
 # Heading of the first column, which says the language -> the first row: what the marks of a column rest on.
 STATE = {
-    "feature": {
-        "forward": "forward only",
-        "": "how far",
-        "cuda": "measured on H100 and H200",
-        "npu": "compiled and simulated, not yet run on a device",
-        "cpu": "runs",
-    },
-    "功能": {
-        "forward": "仅前向",
-        "": "验证程度",
-        "cuda": "已在 H100 与 H200 上实测",
-        "npu": "已编译并模拟，尚未在设备上运行",
-        "cpu": "可运行",
-    },
-}
+    "feature": {"forward": "forward only", "": "how far", "cuda": "measured on H100 and H200",
+                "npu": "compiled and simulated, not yet run on a device", "cpu": "runs"},
+    "功能": {"forward": "仅前向", "": "验证程度", "cuda": "已在 H100 与 H200 上实测", "cpu": "可运行",
+           "npu": "已编译并模拟，尚未在设备上运行"},
+}  # fmt: skip
 BEGIN, END = "<!-- features: rows are the names of `diyfa.cli.info.FEATURES` -->\n", "<!-- end of features -->"
 
 

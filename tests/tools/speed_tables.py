@@ -48,13 +48,8 @@ def figures(card: str, direction: str) -> dict[tuple[int, bool], dict[str, float
         rows: list[dict[str, Any]] = json.loads((RESULTS / source.file).read_text(encoding="utf-8"))["rows"]
         for row in rows:
             wanted = row.get("S") == LENGTH and row["D"] in source.dims and row.get("Dv", row["D"]) == row["D"]
-            if (
-                not wanted
-                or "purpose" in row
-                or row["pass"] != direction
-                or row.get("group", 1) != 1
-                or "tflops" not in row
-            ):
+            is_plain = "purpose" not in row and row.get("group", 1) == 1 and "tflops" in row
+            if not wanted or not is_plain or row["pass"] != direction:
                 continue
             if row["implementation"] in source.names:
                 peer = PEERS[source.names.index(row["implementation"])]

@@ -82,6 +82,9 @@ OTHER_CACHES = {
 }
 
 
+EMPTY = ("{}", "OrderedDict()", "WeakKeyDictionary()", "set()", "deque()")
+
+
 def sources(root: Path) -> dict[str, ast.Module]:
     """Path -> syntax tree, of all code that is installed."""
     files = [*(root / "diyfa").rglob("*.py"), *(root / "backends").rglob("*.py")]
@@ -108,13 +111,7 @@ def caches(trees: dict[str, ast.Module]) -> list[str]:
                 found += [f"{file}:{node.name}.{ast.unparse(each.target).removeprefix('self.')}" for each in empty]
         for statement in tree.body:
             if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
-                empty = ast.unparse(statement.value) in (
-                    "{}",
-                    "OrderedDict()",
-                    "WeakKeyDictionary()",
-                    "set()",
-                    "deque()",
-                )
+                empty = ast.unparse(statement.value) in EMPTY
                 if empty:
                     found.append(f"{file}:{ast.unparse(getattr(statement, 'target', None) or statement.targets[0])}")
     return found
@@ -132,20 +129,14 @@ def main(root: Path) -> None:
         counts = [count for room in rooms for count in lines[room]]
         print(f"{title:32} {len(counts):8} {sum(counts):8}")
     remembered = caches(trees)
-    for title, names in {
-        "caches of calls: plans, loaded binaries, tuned tiles": [
-            f"{name}: {CACHES[name]}"
-            for name in sorted(remembered, key=lambda name: CACHES.get(name, ""))
-            if name in CACHES
-        ],
-        "facts of the process that are remembered": [
-            f"{name}: {PROCESS_CACHES[name]}" for name in remembered if name in PROCESS_CACHES
-        ],
-        "what else begins empty and is filled": [
-            f"{name}: {OTHER_CACHES[name]}" for name in remembered if name in OTHER_CACHES
-        ],
-        "caches that no table of this file names": sorted({*remembered} - {*CACHES, *PROCESS_CACHES, *OTHER_CACHES}),
-    }.items():
+    tables = {
+        "caches of calls: plans, loaded binaries, tuned tiles": CACHES,
+        "facts of the process that are remembered": PROCESS_CACHES,
+        "what else begins empty and is filled": OTHER_CACHES,
+    }
+    listed = {title: [f"{x}: {table[x]}" for x in remembered if x in table] for title, table in tables.items()}
+    unnamed = sorted({*remembered} - {*CACHES, *PROCESS_CACHES, *OTHER_CACHES})
+    for title, names in (listed | {"caches that no table of this file names": unnamed}).items():
         print(f"\n{title}: {len(names)}")
         for name in names:
             print(f"  {name}")

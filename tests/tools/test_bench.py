@@ -44,9 +44,6 @@ def test_quantiles_are_honoured(monkeypatch):
 def test_impossible_quantiles(wrong):
     with pytest.raises(ValueError, match="quantiles must be"):
         compute_quantiles([1.0, 2.0], wrong)
-
-
-def test_impossible_repetitions():
     with pytest.raises(ValueError, match="rep must be at least 1"):
         time_calls(lambda: None, CPU, 0, 0)
 
@@ -83,15 +80,11 @@ def test_attention_beside_its_peers(capsys):
     ]
     assert runner.results == results == seen
     for r in results:
-        assert isinstance(r, BenchmarkResult)
-        assert r.time_ms > 0
-        assert r.memory_mb > 0
+        assert isinstance(r, BenchmarkResult) and r.time_ms > 0 and r.memory_mb > 0
         assert r.tflops == pytest.approx(tflops(attention_flops(1, 2, r.size[2], r.size[2], 16, True), r.time_ms))
     runner.print_comparison_table(title="A title")
     printed = capsys.readouterr().out
-    assert "A title" in printed
-    assert "FlashAttention" in printed
-    assert "100%" in printed
+    assert all(words in printed for words in ("A title", "FlashAttention", "100%"))
     runner.clear_results()
     assert runner.results == []
 
@@ -114,13 +107,10 @@ def test_matmul_with_block_configurations():
     assert len(runner.results) == 5
 
 
-def test_a_peer_that_would_not_fit_is_named_with_its_reason():
+def test_a_peer_that_refuses_or_would_not_fit_is_named_with_its_reason():
     q = torch.empty(1, 64, 32768, 1).expand(1, 64, 32768, 64)
     with pytest.raises(PeerUnavailable, match="stores the whole score matrix"):
         check_peer("SDPA math", attention_peers(CPU)["SDPA math"], q, q, q, True)
-
-
-def test_a_peer_that_refuses_is_named_with_its_reason():
     x = torch.zeros(1, 1, 4, 8)
 
     def refuse(q, k, v, causal):
@@ -155,9 +145,7 @@ def test_the_check_before_a_timing(dtype, causal):
     ):
         check_attention(wrong, q, k, v, causal)
     with pytest.raises(WrongResultError):
-        check_attention(out, q, k, v, not causal) if not causal else check_attention(
-            out * float("nan"), q, k, v, causal
-        )
+        check_attention(out, q, k, v, not causal)
     for place in ((0, 0, 0), (0, 0, 99), (-1, -1, 0)):  # the first and last rows of the first and last head
         wrong = out.clone()
         wrong[place] += 0.1

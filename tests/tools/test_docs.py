@@ -91,6 +91,10 @@ from diyfa.cli import main
 q = torch.randn(1, 2, 8, 16)
 out = diyfa.flash_attention(q, q, q, causal=True, backend="toy")
 torch.testing.assert_close(out, diyfa.reference_attention(q, q, q, causal=True))
+with diyfa.use_backend("toy"):
+    assert torch.equal(diyfa.flash_attention(q, q, q, causal=True), out)
+assert diyfa.registry.backend_names() == ["cuda", "npu", "cpu", "toy"] and diyfa.kernels_for("toy") == ["plain"]
+assert ("toy", "plain") in {(x.backend, x.kernel) for x in diyfa.explain(q, q, q, backend="cpu").alternatives}
 for arguments in (["info"], ["validate", "--backend", "toy"]):
     sys.argv = ["diyfa", *arguments, "--json"]
     try:
@@ -124,10 +128,6 @@ def test_the_guides_plug_in_builds_and_runs_as_printed(tmp_path):
     assert not [case for case in cases if case["status"] == "FAIL"]
 
 
-def test_the_guides_check_runs_as_printed():
-    exec(python_blocks("docs/adding-a-backend.md")[1], {})
-
-
 def speed_tables(readme):
     """The forward and the backward table of a page: [(D, causal, [[three lengths] of each implementation])]."""
     text = (ROOT / readme).read_text(encoding="utf-8")
@@ -136,12 +136,9 @@ def speed_tables(readme):
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()]
         if rows[0][0] == "D":
-            tables.append(
-                [
-                    (int(row[0].split("/")[0]), masks[row[1]], [cell.split(" / ") for cell in row[2:]])
-                    for row in rows[2:]
-                ]
-            )
+            tables.append([
+                (int(row[0].split("/")[0]), masks[row[1]], [cell.split(" / ") for cell in row[2:]]) for row in rows[2:]
+            ])  # fmt: skip
     return tables
 
 
@@ -180,30 +177,22 @@ def test_speeds_are_those_of_the_files_the_log_names():
         assert (f"{min(found):.2f}", f"{max(found):.2f}", f"{sum(found) / len(found):.2f}") in ranges
 
 
-@pytest.mark.parametrize("readme", READMES)
-def test_the_picture_has_the_figures_of_the_readme(readme):
-    assert "(docs/speed.svg)" in (ROOT / readme).read_text(encoding="utf-8")
-    labels = re.findall(r">(\d{3})<", (ROOT / "docs/speed.svg").read_text())
-    forward, _ = speed_tables(SPEED)
-    at_4k = [columns[-1][1] for _, _, columns in forward]
-    assert labels[-len(at_4k) :] == at_4k
-
-
-def test_the_hopper_page_has_the_figures_of_the_log():
+def test_the_picture_and_the_hopper_page_have_the_figures_of_the_log():
+    columns = [columns for _, _, columns in speed_tables(SPEED)[0]]
     table = re.search(r"\| D \| mask \| this kernel (?:.*\n)+", (ROOT / "docs/hopper.md").read_text()).group()
     rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()[2:8]]
     ours, fa3, fa4, cudnn = (2, 3, 4, 5)
-    found = [[row[i].split(" / ") for i in (cudnn, fa3, fa4, ours)] for row in rows]
-    assert found == [columns for _, _, columns in speed_tables(SPEED)[0]]
+    assert [[row[i].split(" / ") for i in (cudnn, fa3, fa4, ours)] for row in rows] == columns
+    labels = re.findall(r">(\d{3})<", (ROOT / "docs/speed.svg").read_text())
+    assert labels[-len(columns) :] == [column[-1][1] for column in columns]  # at 4096 keys
+    assert all("(docs/speed.svg)" in (ROOT / readme).read_text(encoding="utf-8") for readme in READMES)
 
 
 def test_the_readmes_are_in_step():
     """The same code, tables of the same size, and the same names in them."""
     english, chinese = ((ROOT / readme).read_text(encoding="utf-8") for readme in READMES)
-    code = [[line.split("#")[0].rstrip() for line in block.splitlines()] for block in python_blocks("README.md")]
-    assert code == [
-        [line.split("#")[0].rstrip() for line in block.splitlines()] for block in python_blocks("README.zh-CN.md")
-    ]
+    code = [re.sub(r" *#.*", "", "\n".join(python_blocks(readme))) for readme in READMES]
+    assert code[0] == code[1]
     tables = [re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE) for text in (english, chinese)]
     assert [table.count("\n") for table in tables[0]] == [table.count("\n") for table in tables[1]]
     for first, second in zip(*tables, strict=True):
@@ -216,10 +205,15 @@ def test_the_readmes_are_in_step():
 def test_the_readmes_example_runs(readme):
     """The example as printed, small and on the CPU."""
     code = python_blocks(readme)[0]
-    code = code.replace('device = "cuda"', 'device = "cpu"').replace("4096", "64")
-    code = code.replace("[64, 1000]", "[64, 20]")
+    for printed, small in (('device = "cuda"', 'device = "cpu"'), ("4096", "64"), ("[64, 1000]", "[64, 20]")):
+        code = code.replace(printed, small)
     with diyfa.use_backend("cpu"):
         exec(code, {})
+
+
+@pytest.mark.parametrize(("page", "block"), [("adding-a-backend", 1), ("npu-fusion-attention", 0)])
+def test_a_block_runs_as_printed(page, block):
+    exec(python_blocks(f"docs/{page}.md")[block], {})
 
 
 def test_the_inference_guide_runs():
@@ -240,7 +234,3 @@ def test_the_page_of_score_functions_runs(tmp_path):
     script = tmp_path / "scores.py"
     script.write_text("\n\n".join(blocks), encoding="utf-8")
     assert run_after_torch(f"import runpy; runpy.run_path({str(script)!r})", ROOT).strip() == "torch.Size([4, 255])"
-
-
-def test_the_fused_attention_example_runs():
-    exec(python_blocks("docs/npu-fusion-attention.md")[0], {})

@@ -202,15 +202,6 @@ def test_the_language_is_switched(load: Any, small: Path) -> None:
     assert "吞吐量" in load(small, locale="zh-CN").inner_text("main")
 
 
-def test_light_and_dark(load: Any, small: Path) -> None:
-    back = "getComputedStyle(document.body).backgroundColor"
-    page = load(small, theme="dark")
-    dark = page.evaluate(back)
-    page.click("#theme")
-    assert page.evaluate(back) != dark and drawn(page, "#panels > div") >= 3
-    assert load(small).evaluate(back) == page.evaluate(back)
-
-
 def test_predictions_are_hatched_and_marked(load: Any, small: Path) -> None:
     page = load(small)
     series = page.evaluate(
@@ -252,12 +243,6 @@ def test_unsteady_figures_are_marked(load: Any, small: Path) -> None:
     only(page, "spread", "0.2")
     page.wait_for_function("document.querySelectorAll('#table .tabulator-row').length == 1", timeout=5000)
     assert "~450" in page.inner_text("#table .tabulator-row") and "40.0 %" in page.inner_text("#table .tabulator-row")
-
-
-def test_what_a_file_says_is_text(load: Any, small: Path) -> None:
-    page = load(small)
-    page.click("[data-table=unavailable]")
-    assert "no <such> wheel" in page.inner_text("#table .tabulator-row")
 
 
 def test_what_a_file_says_is_never_run(load: Any, tmp_path: Path) -> None:

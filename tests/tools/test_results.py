@@ -50,7 +50,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     [
         ("not json", "is no JSON file"),
         ("[" * 200_000, "is no JSON file"),
-        ("9" * 5000, "is no JSON file"),
         ("[]", "it is no object"),
         ('{"device": "x", "rows": []}', "it has no schema version"),
         (document(schema=SCHEMA + 1), "this diyfa reads up to"),
@@ -69,7 +68,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         (document({**HOST_ROW, "host_us": float("nan")}), "host_us is nan, not 0 or from 1e-12 to"),
         (document({**HOST_ROW, "host_us": float("inf")}), "host_us is inf, not 0 or from"),
         (document({**HOST_ROW, "host_us": -1}), "host_us is -1, not 0 or from"),
-        (document({**HOST_ROW, "host_us": 10**400}), "host_us is 10+, not 0 or from"),
         (document({**HOST_ROW, "host_us": 1e-320}), "host_us is 1e-320, not 0 or from"),
         (document({**HOST_ROW, "group": 0}), "group is 0, not at least 1"),
         (document({**HOST_ROW, "mask": []}), r"mask is \[\], not a text"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
-from sampled import QUICK, SAMPLE_INTERVALS, quick
+from sampled import SAMPLE_INTERVALS
 from scripts import load_script
 
 from diyfa.lab.bench import record
@@ -80,14 +80,3 @@ def test_the_hopper_sweep_writes_a_result_file(monkeypatch: pytest.MonkeyPatch, 
 def test_tests_of_which_some_cases_run(name: str) -> None:
     path, test = name.split("[")[0].split("::")
     assert f"\ndef {test}(" in (ROOT / "tests" / path).read_text()
-
-
-def test_quick_tests_are_a_sample_of_each_of_their_folders() -> None:
-    cases = [f"test_{name}.py::test_it[{n}]" for name in ("one", "other") for n in range(40)]
-    items = [SimpleNamespace(nodeid=f"tests/{folder}/{case}") for folder in (*QUICK, "hopper") for case in cases]
-    chosen = [item.nodeid for item in quick(items)]
-    in_folder = {folder: [name for name in chosen if f"/{folder}/" in name] for folder in (*QUICK, "hopper")}
-    assert len(in_folder["tools"]) == len(cases) and not in_folder["hopper"]
-    for folder, every in QUICK.items():
-        assert {f"tests/{folder}/test_{name}.py::test_it[0]" for name in ("one", "other")} <= {*in_folder[folder]}
-        assert 0.4 * len(cases) / every < len(in_folder[folder]) <= 2 * len(cases) / every + 2, folder
