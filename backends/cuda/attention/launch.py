@@ -55,7 +55,6 @@ _forced: dict[str, Any] = {}  # kind of kernel -> config, or function of the pro
 BackwardReplay = Callable[..., list[torch.Tensor | None] | None]
 Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys)
 
-
 # Sizes and strides with which a bias is read and its gradient written. If all are multiples of 16, kernels are compiled
 # for that: their loops have a sixth fewer instructions.
 BIAS_SIZES_AND_STRIDES = (
@@ -64,9 +63,8 @@ BIAS_SIZES_AND_STRIDES = (
 # Numbers and strides that kernels are not specialised for. The alignment of tensors that are read one number at a time
 # changes nothing.
 RUNTIME_SIZES = (
-    "stride_per_headb", "stride_maskb", "stride_maskh", "total_q", "total_k", "window_left",
-    "window_right", "threshold",
-    "interleaved_heads",
+    "stride_per_headb", "stride_maskb", "stride_maskh", "total_q", "total_k", "window_left", "window_right",
+    "threshold", "interleaved_heads",
     "group",  # a variant for 1 has no loop over heads; ptxas serialises its wgmma in the dK/dV kernel (C7515)
 )  # fmt: skip
 WARPS_AT_ONCE = 8  # warps whose tiles fill the registers of a multiprocessor
@@ -95,16 +93,35 @@ def positive_scale(sm_scale: float) -> float:
     return scale if scale > torch.finfo(torch.float32).tiny else 1e-30
 
 
-def bias_strides(problem: AttentionProblem, bias: torch.Tensor | None) -> tuple[int, int, int, int]:
+def pointers(**tensors: Any) -> dict[str, Any]:
+    """Return the arguments `q_ptr`, ... of tensors named q, ..."""
+    return {f"{name}_ptr": x for name, x in tensors.items()}
+
+
+def fields_of(source: Any, *names: str) -> dict[str, Any]:
+    """Return the arguments that are the fields of these names of a problem or of its tensors."""
+    return {name: getattr(source, name) for name in names}
+
+
+_BIAS_STRIDES = ("stride_biasb", "stride_biash", "stride_biasm", "stride_biasn")
+
+
+def bias_strides(problem: AttentionProblem, bias: torch.Tensor | None) -> dict[str, int]:
     """Return the strides of attn_bias over (B, H, Sq, Sk), 0 for dimensions that are broadcast or have size 1.
 
     The stride of a dimension of size 1 has no meaning, and kernels must not be compiled for its value.
     """
     if bias is None:
-        return 0, 0, 0, 0
+        return dict.fromkeys(_BIAS_STRIDES, 0)
     full = bias.expand(problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    b, h, m, n = (0 if size == 1 else stride for size, stride in zip(full.shape, full.stride(), strict=True))
-    return b, h, m, n
+    strides = (0 if size == 1 else stride for size, stride in zip(full.shape, full.stride(), strict=True))
+    return dict(zip(_BIAS_STRIDES, strides, strict=True))
+
+
+def dlse_strides(dlse: torch.Tensor | None) -> dict[str, int]:
+    """Return the strides of the gradient of the log-sum-exp, (B, H, Sq) or (H, Tq), 0 for None."""
+    b, h, m = (0, 0, 0) if dlse is None else (0, *dlse.stride())[-3:]
+    return {"stride_dlb": b, "stride_dlh": h, "stride_dlm": m}
 
 
 KEYS = frozenset({"k", "v", "dk", "dv", "kc", "vc"})  # names of tensors whose rows are keys
@@ -133,24 +150,14 @@ _optional_tensors = attrgetter(*[x.name for x in TENSORS])
 
 def feature_arguments(problem: AttentionProblem, tensors: AttentionTensors, scale: float) -> dict[str, Any]:
     """Return the arguments of attention kernels for features: optional tensors, their strides, sizes and factors."""
-    bias_b, bias_h, bias_m, bias_n = bias_strides(problem, tensors.attn_bias)
     return {
         **dict(zip(_POINTERS, _optional_tensors(tensors), strict=True)),
-        "per_head_ptr": tensors.alibi_slopes,
+        **pointers(per_head=tensors.alibi_slopes),
         "stride_per_headb": per_head_stride(tensors.alibi_slopes),
-        "stride_biasb": bias_b,
-        "stride_biash": bias_h,
-        "stride_biasm": bias_m,
-        "stride_biasn": bias_n,
+        **bias_strides(problem, tensors.attn_bias),
         **mask_strides(tensors),
-        "heads_q": problem.heads_q,
+        **fields_of(problem, "heads_q", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
         "group": problem.heads_q // problem.heads_kv,
-        "seqlen_q": problem.seqlen_q,
-        "seqlen_k": problem.seqlen_k,
-        "total_q": problem.total_q,
-        "total_k": problem.total_k,
-        "window_left": problem.window_left,
-        "window_right": problem.window_right,
         "scale": scale,
         "softcap": problem.softcap,
         "threshold": keep_threshold(tensors.dropout_p),
@@ -178,23 +185,16 @@ def interleaved_heads(
 def cache_arguments(problem: KVCacheProblem, tensors: KVCacheTensors) -> dict[str, Any]:
     """Return the arguments of portable kernels for a KV cache: tables, lengths and sizes, with strides."""
     table, kd, vd = tensors.block_table, tensors.k_descale, tensors.v_descale
+    stride_kdb, stride_kdh = (0, 0) if kd is None else kd.stride()
+    stride_vdb, stride_vdh = (0, 0) if vd is None else vd.stride()
     return {
-        "seqlens_ptr": tensors.seqlens,
-        "block_table_ptr": table,
-        "cache_batch_idx_ptr": tensors.cache_batch_idx,
-        "k_descale_ptr": kd,
-        "v_descale_ptr": vd,
+        **pointers(**fields_of(tensors, "seqlens", "block_table", "cache_batch_idx", "k_descale", "v_descale")),
         "stride_table": 0 if table is None else table.stride(0),
-        "stride_kdb": 0 if kd is None else kd.stride(0),
-        "stride_kdh": 0 if kd is None else kd.stride(1),
-        "stride_vdb": 0 if vd is None else vd.stride(0),
-        "stride_vdh": 0 if vd is None else vd.stride(1),
-        "heads_kv": problem.heads_kv,
-        "seqlen_q": problem.seqlen_q,
+        "stride_kdb": stride_kdb, "stride_kdh": stride_kdh, "stride_vdb": stride_vdb, "stride_vdh": stride_vdh,
+        **fields_of(problem, "heads_kv", "seqlen_q", "capacity"),
         "length": tensors.length,
         "entries": tensors.k_cache.shape[0],
-        "capacity": problem.capacity,
-    }
+    }  # fmt: skip
 
 
 def tile_descriptor(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Tiles:
@@ -203,9 +203,7 @@ def tile_descriptor(x: torch.Tensor, layout: str, block_rows: int, block_d: int)
         rows, heads, features = x.shape
         shape, strides = (1, heads, rows, features), (rows * x.stride(0), x.stride(1), x.stride(0), 1)
     else:
-        b, h, m, d = LAYOUTS[layout]
-        sizes, steps = x.shape, x.stride()
-        shape, strides = (sizes[b], sizes[h], sizes[m], sizes[d]), (steps[b], steps[h], steps[m], steps[d])
+        shape, strides = (tuple([values[i] for i in LAYOUTS[layout]]) for values in (x.shape, x.stride()))
     return Tiles(x, shape, strides, shared_box(x.dtype, (1, 1, block_rows, block_d)))
 
 
@@ -340,31 +338,18 @@ def forced_config(kind: str, problem: Any) -> Any:
 @cached_per_problem
 def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
     """Return the tuner's key: all that the choice of a tile depends on, with size classes of lengths and batch."""
+    heads, group, window = problem.batch * problem.heads_q, problem.heads_q // problem.heads_kv, problem.window_left + 1
+    sizes = [bucket_size(n) for n in (heads, group, problem.seqlen_q, problem.seqlen_k)]
     return (
-        problem.dtype,
-        problem.layout,
-        bucket_size(problem.batch * problem.heads_q),
-        bucket_size(problem.heads_q // problem.heads_kv),
-        bucket_size(problem.seqlen_q),
-        bucket_size(problem.seqlen_k),
-        problem.head_dim,
-        problem.head_dim_v,
-        tuple(sorted(problem.features)),
-        bucket_size(problem.window_left + 1),
-        problem.aligned,
-        problem.bias,
-        problem.value_dtype,
-        problem.mask,
-        size_facts(problem),
-    )
+        problem.dtype, problem.layout, *sizes, problem.head_dim, problem.head_dim_v, tuple(sorted(problem.features)),
+        bucket_size(window), problem.aligned, problem.bias, problem.value_dtype, problem.mask, size_facts(problem),
+    )  # fmt: skip
 
 
 def tuned_launches(
-    kind: str,
-    problem: AttentionProblem,
-    make_launches: Callable[[AttentionConfig], list[Launch]],
+    kind: str, problem: AttentionProblem, make_launches: Callable[[AttentionConfig], list[Launch]],
     before: Sequence[Launch] = (),
-) -> list[Launch]:
+) -> list[Launch]:  # fmt: skip
     """Return `make_launches(tile)` with the tile for this problem's bucket.
 
     The tile is measured once if tuning is possible, else it is the table's. A deterministic problem always has the
@@ -447,14 +432,9 @@ def launching_backward(describe: Callable[..., Pass]) -> Callable[..., None]:
     """Return `Kernel.launch` of a backward pass. PyTorch's operators compute the gradient of sinks."""
 
     def launch(
-        problem: AttentionProblem,
-        tensors: AttentionTensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        gradients: AttentionGradients,
-    ) -> None:
+        problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+        dlse: torch.Tensor | None, gradients: AttentionGradients,
+    ) -> None:  # fmt: skip
         with on_device(tensors.q):
             gradients, delta = _with_delta(gradients, lse)
             described = describe(problem, tensors, out, lse, dout, dlse, gradients)
@@ -472,14 +452,9 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
     """Return `Kernel.repeat` of a backward pass, for calls in which no optional tensor but sinks needs a gradient."""
 
     def repeat(
-        problem: AttentionProblem,
-        tensors: AttentionTensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        gradients: AttentionGradients,
-        owners: Sequence[torch.Tensor],
-    ) -> BackwardReplay | None:
+        problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+        gradients: AttentionGradients, owners: Sequence[torch.Tensor],
+    ) -> BackwardReplay | None:  # fmt: skip
         # `Pass.finish` is not repeated, and the partial sums are large.
         if any(getattr(gradients, x.gradient) is not None for x in GRADIENTS if x.gradient != "dsinks"):
             return None
@@ -491,14 +466,14 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
         replay = make_replay(described, inputs, outputs, choice)
         if replay is None:
             return None
-        first_strides, missing, count = [x.stride() for x in inputs], [None] * (3 - len(owners)), len(owners)
+        strides, missing, count = [x.stride() for x in inputs], [None] * (3 - len(owners)), len(owners)
         sinks_index = None if tensors.sinks is None else next(i for i, x in enumerate(inputs) if x is tensors.sinks)
 
         def run_again(*given: torch.Tensor) -> list[torch.Tensor | None] | None:
             """`given`: out, lse, dout, q, k, v and the optional tensors of another call, as `inputs` of the first."""
             addresses = [x.data_ptr() for x in given]
-            out_at, lse_at, dout_at, q_at, k_at, v_at, *_ = addresses
-            if (out_at | lse_at | dout_at | q_at | k_at | v_at) & 15 or [x.stride() for x in given] != first_strides:
+            # The optional tensors are read one number at a time: their alignment does not matter.
+            if any(address & 15 for address in addresses[:6]) or [x.stride() for x in given] != strides:
                 return None
             results = replay(addresses)  # the owners, and delta if there is one
             if results is None:
