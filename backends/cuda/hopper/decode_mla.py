@@ -70,7 +70,7 @@ from diyfa.backends.cuda.hopper.mma import (
 from diyfa.backends.cuda.hopper.softmax import LN2, Rows, Score, softmax_step
 from diyfa.backends.cuda.hopper.tiles import BOUND, KeyCache, sequence_end
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launcher import Box, Tiles, shared_box
+from diyfa.backends.cuda.runtime.launcher import Box, Tiles, arguments_among, shared_box
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch
 
@@ -496,13 +496,9 @@ def _query_box(dtype: torch.dtype, block: tuple[int, ...]) -> Box:
 
 
 def make_launches(
-    problem: KVCacheProblem,
-    tensors: KVCacheTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    config: object,
+    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor, config: object,
     memory: torch.Tensor | None,
-) -> list[Launch]:
+) -> list[Launch]:  # fmt: skip
     """The launches that fill out and lse: those of the portable kernel, with this kernel in place of the first."""
     group = min(problem.heads_q // problem.heads_kv, configs.ROWS)
     # More heads than a tile has rows form groups, which the schedule treats as KV heads.
@@ -525,8 +521,7 @@ def make_launches(
         "steps_kn": steps_kn,
         "scale": positive_scale(tensors.sm_scale),
     }
-    known = main.arguments | hopper_arguments
-    arguments = {name: known[name] for name in _decode_mla_kernel.arg_names if name != "config"}
+    arguments = arguments_among(_decode_mla_kernel, main.arguments | hopper_arguments)
     c = main.constants["c"]
     constants = Sm90MlaConstants(
         c.block_m, c.block_n, c.page_size, c.packed_keys, c.has_left, c.has_right, c.split_cost, tensors.sm_scale < 0
