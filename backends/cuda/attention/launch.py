@@ -1,4 +1,4 @@
-"""Common code of the attention launchers: arguments, constants and tile of a call, and `Kernel.launch` and `repeat`.
+"""Common code of the launchers: arguments, constants and tile of an attention call, `Kernel.launch` and `repeat`.
 
 A kernel's file has a function `describe(problem, tensors, results…) -> Pass`. `launching` and its relatives, at the end
 of this file, make `Kernel.launch` and `Kernel.repeat` of it.
@@ -43,6 +43,7 @@ from diyfa.problem import (
     KVCacheProblem,
     KVCacheTensors,
     Launch,
+    MatmulTensors,
     NewKeys,
     bhsd_strides,
     cached_per_problem,
@@ -53,7 +54,7 @@ from diyfa.tuning import bucket_size
 
 _forced: dict[str, Any] = {}  # kind of kernel -> config, or function of the problem, inside `use_config`
 BackwardReplay = Callable[..., list[torch.Tensor | None] | None]
-Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys)
+Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys, MatmulTensors)
 
 # Sizes and strides with which a bias is read and its gradient written. If all are multiples of 16, kernels are compiled
 # for that: their loops have a sixth fewer instructions.
@@ -394,24 +395,24 @@ def _distinct_objects(tensors: Tensors) -> Tensors:
 
 
 def launching(describe: Callable[..., Pass]) -> Callable[..., None]:
-    """Return `Kernel.launch` of a forward pass, a pass over a cache, or an append. `describe` makes its pass."""
+    """Return `Kernel.launch` of an operation without a backward pass. `describe` makes its pass."""
 
     def launch(problem: Any, tensors: Any, *results: Any) -> None:
-        with on_device(tensors.q):
+        with on_device(tensors[0]):
             launch_each(describe(problem, tensors, *results).launches)
 
     return launch
 
 
 def repeating(describe: Callable[..., Pass], over_cache: bool = False) -> Callable[..., Replay | None]:
-    """Return `Kernel.repeat` of a forward pass, or of a pass over a cache."""
+    """Return `Kernel.repeat` of a forward pass, of a pass over a cache, or of a matrix product."""
 
-    def repeat(problem: Any, tensors: Any, out: torch.Tensor, lse: torch.Tensor) -> Replay | None:
-        tensors, out = _distinct_objects(tensors), out.detach()
-        with on_device(out):
-            described = describe(problem, tensors, out, lse)
+    def repeat(problem: Any, tensors: Any, *results: torch.Tensor) -> Replay | None:
+        tensors, outputs = _distinct_objects(tensors), [x.detach() for x in results]
+        with on_device(outputs[0]):
+            described = describe(problem, tensors, *outputs)
         inputs = tensors.present() if described.inputs is None else described.inputs
-        return make_replay(described, inputs, [out, lse], choice, ("length",) if over_cache else (), over_cache)
+        return make_replay(described, inputs, outputs, choice, ("length",) if over_cache else (), over_cache)
 
     return repeat
 
@@ -421,9 +422,8 @@ def repeating_append(describe: Callable[..., Pass]) -> Callable[..., Replay | No
 
     def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Replay | None:
         tensors, new = _distinct_objects(tensors), _distinct_objects(new)
-        return make_replay(
-            describe(problem, tensors, new), [*tensors.present(), *new.present()], (), choice, ("length",)
-        )
+        inputs = [*tensors.present(), *new.present()]
+        return make_replay(describe(problem, tensors, new), inputs, (), choice, ("length",))
 
     return repeat
 
