@@ -4,9 +4,9 @@
 keys, are nq * nk codes, nq lists of 2 + nk entries, and nk lists of 2 + nq entries. A list begins with two counts: of
 full blocks, and of full and partial ones.
 
-BLOCK_M divides MASK_Q, and BLOCK_N divides MASK_K, so a tile of queries has one list of key blocks. A loop over its keys
-counts positions in the list: `position // MASK_K` is the index in the list and `position % MASK_K` the key inside of
-that block. Positions [0, full_end) lie in full blocks, [full_end, end) in partial ones. A tile of keys has a list of
+BLOCK_M divides MASK_Q, and BLOCK_N divides MASK_K, so a tile of queries has one list of key blocks. A loop over these
+keys counts positions in the list: `position // MASK_K` is the index in the list and `position % MASK_K` the key inside
+of that block. Positions [0, full_end) lie in full blocks, [full_end, end) in partial ones. A tile of keys has a list of
 query blocks of the same form.
 
 The functions take a `view` of one head: (address of its entries, address of `mask_bits`, nq, nk).
@@ -54,7 +54,7 @@ def listed_queries(view, col0, c: tl.constexpr):
 
 @triton.jit
 def key_loops(row0, mask, mask_tensors, b, h, seqlen_q, seqlen_k, c: tl.constexpr):
-    """Return (full, masked, block_mask): the keys that queries [row0, row0 + BLOCK_M) loop over, without and with a mask.
+    """Return (full, masked, block_mask): the keys that queries [row0, row0 + BLOCK_M) visit without and with a mask.
 
     full, masked: (start, end, gap_at, gap), keys [start, end) without a gap of `gap` keys at `gap_at` (`masked_keys`).
     With a block mask [start, end) are positions in a list, and block_mask is (list, view); else it is not used.

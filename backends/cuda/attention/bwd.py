@@ -149,25 +149,19 @@ class Backward:
 
     @cached_property
     def shared_arguments(self) -> dict[str, Any]:
-        """Arguments, by name, that the kernels have in common: results of the forward, gradients, features."""
-        problem = self.problem
+        """Arguments, by name, that the kernels have in common: results of the forward, gradients, strides, features."""
+        problem, (q, k, v) = self.problem, self.tensors[:3]
         return {
             **pointers(o=self.out, lse=self.lse, dlse=self.dlse, delta=self.delta),
-            **strides(problem.layout, o=self.out, do=self.dout),
+            **strides(problem.layout, q=q, k=k, v=v, o=self.out, do=self.dout),
             **dlse_strides(self.dlse),
             **feature_arguments(problem, self.tensors, self.scale),
         }
 
-    @cached_property
-    def shared_strides(self) -> dict[str, int]:
-        """Strides of q, k and v, by name."""
-        q, k, v = self.tensors[:3]
-        return strides(self.problem.layout, q=q, k=k, v=v)
-
     def pointer_arguments(self) -> dict[str, Any]:
         """Return the arguments of kernels that read all inputs through pointers, as those behind the gradients do."""
         q, k, v = self.tensors[:3]
-        return {**pointers(q=q, k=k, v=v, do=self.dout), **self.shared_arguments, **self.shared_strides}
+        return {**pointers(q=q, k=k, v=v, do=self.dout), **self.shared_arguments}
 
     def preprocess(self) -> Launch:
         """Return the launch that fills delta."""
@@ -189,7 +183,6 @@ class Backward:
             **input_arguments(problem, config, q=(q, m, d), k=(k, n, d), v=(v, n, dv), do=(dout, m, dv)),
             **self.shared_arguments,
             **pointers(**results),
-            **self.shared_strides,
             **strides(problem.layout, **results),
             "group": problem.heads_q // problem.heads_kv // subgroups,
             "sm_scale": tensors.sm_scale,

@@ -34,7 +34,7 @@ def score_gradient(
 ):  # fmt: skip
     """Return (a tile [BLOCK_M, BLOCK_N] of dS, the gradient of the final scores; what `scores_log2` saves for it).
 
-    `visible`, `keep`: [BLOCK_M, BLOCK_N], which pairs the mask and dropout keep, or True. `begins`: as in `scores_log2`.
+    `visible`, `keep` [BLOCK_M, BLOCK_N]: which pairs the mask and dropout keep, or True. `begins`: see `scores_log2`.
     """
     PRECISE: tl.constexpr = q.dtype == tl.float32
     s = dot(q, tl.trans(k), c.PRECISION)

@@ -266,6 +266,8 @@ class AttentionConstants(Constants):
     block_d: int  # features of k and of v, padded
     block_dv: int
     precision: str  # how fp32 operands are multiplied: "ieee"
+    mask_q: int  # queries and keys of a block of the block mask, 0 without one
+    mask_k: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,12 +276,11 @@ class TileConstants(AttentionConstants):
 
     form: int
     edge_form: int  # form for masked blocks
-    mask_q: int  # queries and keys of a block of the block mask, 0 without one
-    mask_k: int
 
 
 def attention_constants(problem: AttentionProblem) -> dict[str, Any]:
     """Return the fields of `AttentionConstants` that are no fields of the problem or the config."""
+    mask_q, mask_k = problem.mask or (0, 0)
     return {
         "has_left": problem.window_left >= 0,
         "has_right": problem.window_right >= 0,
@@ -290,19 +291,15 @@ def attention_constants(problem: AttentionProblem) -> dict[str, Any]:
         "block_d": key_columns(problem),
         "block_dv": padded_head_dim(problem.head_dim_v),
         "precision": "ieee",
+        "mask_q": mask_q,
+        "mask_k": mask_k,
     }
 
 
 def tile_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, Any]:
     """Return the fields of `TileConstants` that are no fields of the problem or the config."""
     forms = {"form": tile_form(config), "edge_form": edge_tile_form(problem, config)}
-    return attention_constants(problem) | forms | mask_constants(problem)
-
-
-def mask_constants(problem: AttentionProblem) -> dict[str, Any]:
-    """Return the constants `mask_q` and `mask_k`."""
-    mask_q, mask_k = problem.mask or (0, 0)
-    return {"mask_q": mask_q, "mask_k": mask_k}
+    return attention_constants(problem) | forms
 
 
 @contextmanager

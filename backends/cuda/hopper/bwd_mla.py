@@ -10,12 +10,7 @@ what its own keys add.
 # Aggregates are checked against their annotations, so these must not be postponed.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from diyfa.backends.cuda.gluon.barriers import WARPS
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel

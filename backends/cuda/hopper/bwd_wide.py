@@ -17,12 +17,7 @@ takes longer than the two extra products of a kernel for dQ alone.
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from diyfa.backends.cuda.gluon.barriers import WARPS
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel

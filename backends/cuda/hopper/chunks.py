@@ -14,13 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
-from diyfa.backends.cuda.attention.fixed_order import (
-    chunk_factors,
-    fold,
-    next_sum,
-    sums_by_lane,
-    weights,
-)
+from diyfa.backends.cuda.attention.fixed_order import chunk_factors, fold, next_sum, sums_by_lane, weights
 from diyfa.backends.cuda.attention.tile_io import LOWEST
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.mma import (
