@@ -83,10 +83,11 @@ def _sum_tile(partials_ptr, out, row0, column0, rows, stride_row, heads, subgrou
     """Write a [SUM_ROWS, SUM_COLUMNS] tile of the sum of a KV head's `subgroups` heads of `partials_ptr`.
 
     `partials_ptr`: [rows, n_heads, HEAD_DIM] fp32. `rows`: (first row of the sequence, its number of rows). `heads`:
-    (n_heads, the first to add).
+    (n_heads, KV head).
     """
     first_row, end = rows
-    n_heads, first = heads
+    n_heads, hk = heads
+    first = hk * subgroups
     offs = row0 + tl.arange(0, SUM_ROWS)
     columns = column0 + tl.arange(0, SUM_COLUMNS)
     is_element = (offs < end)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -135,7 +136,7 @@ def _sum_partials_kernel(
     if c.OVERLAP:
         gdc_wait()
     if row0 < end:
-        heads = (heads_kv * subgroups, hk * subgroups)
+        heads = (heads_kv * subgroups, hk)
         rows = (first_row, end)
         if column0 < c.HEAD_DIM:
             _sum_tile(dk_partials_ptr, dk, row0, column0, rows, stride_dkn, heads, subgroups, c.HEAD_DIM)
