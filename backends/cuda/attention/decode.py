@@ -14,9 +14,9 @@ by itself. It makes no difference whether one program has all chunks of a tile o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import copysign, gcd
 from typing import Any
 
 import torch
@@ -51,11 +51,12 @@ from diyfa.backends.cuda.attention.launch import (
 from diyfa.backends.cuda.attention.scores import score_without_bias, scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.seq_info import cache_entry, cache_seq_info
 from diyfa.backends.cuda.attention.stream_k import (
+    SCANS,
     begin_share,
     chunks_per_tile,
+    count_tiles,
     fixed_chunk,
     has_wide_positions,
-    heads_in_parallel,
     is_split,
     next_chunk,
     partials_slot,
@@ -64,10 +65,9 @@ from diyfa.backends.cuda.attention.stream_k import (
     store_fixed_chunk,
     store_partials,
     tile_work,
-    tiles_per_scan,
     tiles_per_sequence,
     workspace,
-    workspace_rows,
+    workspace_parts,
 )
 from diyfa.backends.cuda.attention.tile_io import LOG2E, LOWEST, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
@@ -514,10 +514,11 @@ def kernel_constants(
     problem: KVCacheProblem, config: DecodeConfig, chunks: int = 1, heads_in_parallel: int = 1
 ) -> DecodeConstants:
     """Constants of `_decode_kernel` for a call with so many `chunks_per_tile` and `heads_in_parallel`."""
-    scan = tiles_per_scan(problem, config)
+    tiles = count_tiles(problem, config)
+    scan = next((scan for scan in SCANS if tiles <= scan), SCANS[-1])
     by_size = {
         "scan": scan,
-        "one_scan": problem.batch * tiles_per_sequence(problem, config) <= scan,
+        "one_scan": tiles <= scan,
         "wide_positions": has_wide_positions(problem, config),
         "one_round": heads_in_parallel == problem.heads_kv,
         "chunks_apart": chunks > 1,
@@ -553,7 +554,7 @@ def select_config(problem: KVCacheProblem) -> DecodeConfig:
 def _scale(problem: KVCacheProblem, sm_scale: float) -> float:
     """Return the kernel's scale. In batch-invariant mode it is +-`positive_scale`, which the Hopper forward takes."""
     if problem.batch_invariant and not (problem.softcap or problem.alibi):
-        return math.copysign(positive_scale(sm_scale), sm_scale)
+        return copysign(positive_scale(sm_scale), sm_scale)
     return sm_scale / (problem.softcap or 1.0)
 
 
@@ -568,13 +569,9 @@ def make_launches(
     if not count:
         return []
     chunks = chunks_per_tile(problem, config, q.device)
-    n_heads = heads_in_parallel(problem, count)
+    n_heads = gcd(problem.heads_kv, count)  # KV heads walked at the same time: their rows lie side by side in memory
     c = kernel_constants(problem, config, chunks, n_heads)
-    sums = statistics = None
-    if memory is not None:
-        rows = workspace_rows(problem, config, q.device)
-        assert rows is not None, "there is a workspace"
-        sums, statistics = memory, memory[rows * padded_head_dim(problem.head_dim_v) :]
+    sums, statistics = workspace_parts(memory, problem)
     arguments = {
         **pointers(q=q, k=k, v=v, o=out, lse=lse, sums=sums, statistics=statistics, slopes=tensors.alibi_slopes),
         **pointers(**fields_of(tensors, "cu_seqlens_q", "cu_seqlens_k", "leftpad", "sinks")),

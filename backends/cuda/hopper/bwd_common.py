@@ -254,11 +254,13 @@ def _producer(keys, sizes, shared, inputs):
 
 @gluon.jit
 def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
+    """Run a consumer of the kernel that `exchange` belongs to. A partition is a function, not a method."""
     exchange.consume(INDEX, keys, sizes, shared, outputs)
 
 
 @gluon.jit
 def _run_roles(keys, sizes, shared, exchange, inputs, outputs):
+    """Run the producer and both consumers until the block of keys is done."""
     config: gl.constexpr = shared.config
     R: gl.constexpr = config.CONSUMER_REGISTERS
     P: gl.constexpr = config.PRODUCER_REGISTERS

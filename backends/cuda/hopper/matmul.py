@@ -46,7 +46,7 @@ from diyfa.backends.cuda.hopper.matmul_configs import (
     select_config,
     store_columns,
 )
-from diyfa.backends.cuda.matmul.epilogue import activate, add_bias, descale_columns, descale_rows
+from diyfa.backends.cuda.matmul.epilogue import finish
 from diyfa.backends.cuda.matmul.kernel import epilogue_arguments, make_sum, partials_of
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors
@@ -196,16 +196,14 @@ class Output:
     @gluon.jit
     def finish(self, x, row0, column0):
         """Return sums x of c[row0:, column0:] after the epilogue: descales, bias, activation."""
+        vectors = (
+            self.bias_ptr, self.stride_bias, self.a_descale_ptr, self.stride_a_descale,
+            self.b_descale_ptr, self.stride_b_descale,
+        )  # fmt: skip
         M, N = self.c_tensor.shape[1], self.c_tensor.shape[2]
         offs_m = row0 + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
         offs_n = column0 + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
-        if self.a_descale_ptr is not None:
-            x = descale_rows(x, self.a_descale_ptr, self.stride_a_descale, offs_m, M)
-        if self.b_descale_ptr is not None:
-            x = descale_columns(x, self.b_descale_ptr, self.stride_b_descale, offs_n, N)
-        if self.bias_ptr is not None:
-            x = add_bias(x, self.bias_ptr, self.stride_bias, offs_n, N)
-        return activate(x, self.config.ACTIVATION)
+        return finish(x, vectors, offs_m, offs_n, M, N, self.config.ACTIVATION)
 
 
 @gluon.jit

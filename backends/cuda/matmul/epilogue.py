@@ -45,18 +45,16 @@ def _load_vector(ptr, stride, offs, size):
 
 
 @triton.jit
-def add_bias(x, bias_ptr, stride_bias, offs_n, N):
-    """Return x [.., columns] plus the biases of the columns `offs_n`, of which those below N exist."""
-    return x + _load_vector(bias_ptr, stride_bias, offs_n, N)[None, :]
+def finish(x, vectors, offs_m, offs_n, M, N, ACTIVATION: tl.constexpr):
+    """Return sums x [rows, columns] after the epilogue. Rows `offs_m` below M and columns `offs_n` below N exist.
 
-
-@triton.jit
-def descale_rows(x, descale_ptr, stride, offs_m, M):
-    """Return x [rows, ..] times the descales of the rows `offs_m`, of which those below M exist."""
-    return x * _load_vector(descale_ptr, stride, offs_m, M)[:, None]
-
-
-@triton.jit
-def descale_columns(x, descale_ptr, stride, offs_n, N):
-    """Return x [.., columns] times the descales of the columns `offs_n`, of which those below N exist."""
-    return x * _load_vector(descale_ptr, stride, offs_n, N)[None, :]
+    `vectors`: address, or None, and stride of the bias of columns, the descales of rows, and the descales of columns.
+    """
+    bias_ptr, stride_bias, a_descale_ptr, stride_a_descale, b_descale_ptr, stride_b_descale = vectors
+    if a_descale_ptr is not None:
+        x = x * _load_vector(a_descale_ptr, stride_a_descale, offs_m, M)[:, None]
+    if b_descale_ptr is not None:
+        x = x * _load_vector(b_descale_ptr, stride_b_descale, offs_n, N)[None, :]
+    if bias_ptr is not None:
+        x = x + _load_vector(bias_ptr, stride_bias, offs_n, N)[None, :]
+    return activate(x, ACTIVATION)

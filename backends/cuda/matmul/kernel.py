@@ -25,7 +25,7 @@ import triton.language as tl
 from diyfa.backends.cuda.attention.dots import dot_float8, dot_operand, round_to
 from diyfa.backends.cuda.attention.launch import launching, pointers, repeating
 from diyfa.backends.cuda.matmul.configs import MatmulConfig, candidates, default_config
-from diyfa.backends.cuda.matmul.epilogue import activate, add_bias, descale_columns, descale_rows
+from diyfa.backends.cuda.matmul.epilogue import activate, finish
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors
@@ -126,13 +126,8 @@ def _matmul_kernel(
         a_ptrs += step * stride_ak
         b_ptrs += step * stride_bk
     if c.SPLIT_K == 1:
-        if a_descale_ptr is not None:
-            acc = descale_rows(acc, a_descale_ptr, stride_a_descale, offs_m, M)
-        if b_descale_ptr is not None:
-            acc = descale_columns(acc, b_descale_ptr, stride_b_descale, offs_n, N)
-        if bias_ptr is not None:
-            acc = add_bias(acc, bias_ptr, stride_bias, offs_n, N)
-        acc = activate(acc, c.ACTIVATION)
+        vectors = (bias_ptr, stride_bias, a_descale_ptr, stride_a_descale, b_descale_ptr, stride_b_descale)
+        acc = finish(acc, vectors, offs_m, offs_n, M, N, c.ACTIVATION)
     c_ptrs = c_ptr + (split.to(tl.int64) * M + offs_m[:, None]) * stride_cm + offs_n[None, :] * stride_cn
     tl.store(c_ptrs, round_to(acc, c_ptr.dtype.element_ty), mask=mask_m & mask_n)
 
@@ -189,13 +184,9 @@ def _matmul_tma_kernel(
                 acc += dot_float8(a, b)
             else:
                 acc = tl.dot(dot_operand(a), dot_operand(b), acc)
-        if a_descale_ptr is not None:
-            acc = descale_rows(acc, a_descale_ptr, stride_a_descale, start_m + tl.arange(0, c.BLOCK_M), M)
-        if b_descale_ptr is not None:
-            acc = descale_columns(acc, b_descale_ptr, stride_b_descale, start_n + tl.arange(0, c.BLOCK_N), N)
-        if bias_ptr is not None:
-            acc = add_bias(acc, bias_ptr, stride_bias, start_n + tl.arange(0, c.BLOCK_N), N)
-        acc = activate(acc, c.ACTIVATION)
+        vectors = (bias_ptr, stride_bias, a_descale_ptr, stride_a_descale, b_descale_ptr, stride_b_descale)
+        offs_m, offs_n = start_m + tl.arange(0, c.BLOCK_M), start_n + tl.arange(0, c.BLOCK_N)
+        acc = finish(acc, vectors, offs_m, offs_n, M, N, c.ACTIVATION)
         if c.STORE_HALVES:
             halves = tl.permute(tl.reshape(acc, (c.BLOCK_M, 2, c.BLOCK_N // 2)), (0, 2, 1))
             left, right = tl.split(halves)  # [BLOCK_M, BLOCK_N // 2]
