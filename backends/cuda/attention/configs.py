@@ -48,11 +48,6 @@ def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
     return config.form == "tma" and (problem.seq_lens or problem.varlen)
 
 
-def edge_tile_form(problem: AttentionProblem, config: AttentionConfig) -> int:
-    """Return the kernels' EDGE_FORM constant: the form in which blocks that a mask cuts are read."""
-    return PORTABLE.value if reads_rows(problem, config) else tile_form(config)
-
-
 # Class of GPU and problem (`gpu_class`) -> rows (most padded head_dim, tile). The first row that fits is the default.
 # The others of its head_dim are candidates of the autotuner. Classes, and what limits their tiles:
 #

@@ -48,7 +48,7 @@ from diyfa.backends.cuda.attention.launch import (
     positive_scale,
     strides,
 )
-from diyfa.backends.cuda.attention.scores import score_without_bias, scores_log2, visible_pairs
+from diyfa.backends.cuda.attention.scores import scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.seq_info import cache_entry, cache_seq_info
 from diyfa.backends.cuda.attention.stream_k import (
     SCANS,
@@ -373,7 +373,7 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, tile_mask, c: tl.
         v_base += entry.to(tl.int64) * stride_vb
     cache = (k_base, v_base, table, entries, (stride_kb, stride_kn, stride_vb, stride_vn))
     pairs = (n_queries, n_keys, offset, window_left, window_right)
-    score = score_without_bias(scale, softcap, slopes)
+    score = (scale, (softcap, slopes), (0, 0, 0), (0, 0, 0))  # no bias, no score function
     first_key = first_cached_key(block_m, n_queries, n_keys, pad, tile_mask, c)
     acc, l_i, m_i = _attend_keys(q, q_tail, tokens, begin, end, pad, first_key, cache, pairs, score, c)
     return acc, l_i, m_i, rows

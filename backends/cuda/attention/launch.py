@@ -19,7 +19,6 @@ from diyfa.backends.cuda.attention.block_mask import mask_strides
 from diyfa.backends.cuda.attention.configs import (
     AttentionConfig,
     candidates,
-    edge_tile_form,
     key_columns,
     reads_rows,
     size_facts,
@@ -27,7 +26,7 @@ from diyfa.backends.cuda.attention.configs import (
 )
 from diyfa.backends.cuda.attention.dropout import keep_threshold
 from diyfa.backends.cuda.attention.score_functions import SPELLING
-from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_constant, padded_head_dim
+from diyfa.backends.cuda.attention.tile_io import PORTABLE, cdiv, lengths_constant, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
@@ -275,7 +274,7 @@ class TileConstants(AttentionConstants):
     """Constants of kernels that read tiles in a form of tile_io.py."""
 
     form: int
-    edge_form: int  # form for masked blocks
+    edge_form: int  # form for blocks that a mask cuts
 
 
 def attention_constants(problem: AttentionProblem) -> dict[str, Any]:
@@ -298,8 +297,9 @@ def attention_constants(problem: AttentionProblem) -> dict[str, Any]:
 
 def tile_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, Any]:
     """Return the fields of `TileConstants` that are no fields of the problem or the config."""
-    forms = {"form": tile_form(config), "edge_form": edge_tile_form(problem, config)}
-    return attention_constants(problem) | forms
+    form = tile_form(config)
+    edge_form = PORTABLE.value if reads_rows(problem, config) else form
+    return attention_constants(problem) | {"form": form, "edge_form": edge_form}
 
 
 @contextmanager

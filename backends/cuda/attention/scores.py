@@ -79,12 +79,6 @@ def captured_pointers(pointer0, pointer1, pointer2, pointer3):
 
 
 @triton.jit
-def score_without_bias(scale, softcap, slope):
-    """Return the `score` of a kernel without a bias and without a score function."""
-    return scale, (softcap, slope), (0, 0, 0), (0, 0, 0)
-
-
-@triton.jit
 def past_gap(start_n, corner, gap_at, gap, score, c: tl.constexpr):
     """Return (first key, bias corner) of a block of `masked_keys`, moved past the gap if it is behind it."""
     if c.HAS_LEFT:

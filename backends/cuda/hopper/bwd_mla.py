@@ -125,8 +125,8 @@ def _add_query_blocks(
 ):  # fmt: skip
     """Add to dk, dk_last, dv and dQ what blocks [start, end) of queries of one head contribute.
 
-    These blocks all need a mask (MASKED), or none does. Tiles are found behind a `hidden_index` of their own before each
-    product: formed earlier, their descriptors would take registers until then.
+    These blocks all need a mask (MASKED), or none does. Before each product, its tiles are found behind a
+    `hidden_index` of their own: formed earlier, their descriptors would take registers until then.
     """
     c: gl.constexpr = consumer.INDEX
     shared = consumer.shared

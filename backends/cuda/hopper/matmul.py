@@ -46,6 +46,7 @@ from diyfa.backends.cuda.hopper.matmul_configs import (
     select_config,
     store_columns,
 )
+from diyfa.backends.cuda.hopper.mma import accumulator_layout
 from diyfa.backends.cuda.matmul.epilogue import finish
 from diyfa.backends.cuda.matmul.kernel import epilogue_arguments, make_sum, partials_of
 from diyfa.backends.cuda.runtime.constants import Constants
@@ -83,11 +84,6 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 def _store_buffers(config):
     """Return the number of store buffers of a consumer: two, or one if one store has all columns of its tile."""
     return min(2, config.BLOCK_N // config.STORE_COLUMNS)
-
-
-@constexpr_function
-def _accumulator_layout(config, bits):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.BLOCK_N, 256 // bits])
 
 
 @aggregate
@@ -242,7 +238,7 @@ def _accumulate(operands, BOX: gl.constexpr, item, end):
     The next product is issued before the one before it is complete, so the tensor cores do not idle.
     """
     config: gl.constexpr = operands.config
-    LAYOUT: gl.constexpr = _accumulator_layout(config, operands.a_buffers.dtype.primitive_bitwidth)
+    LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_N, operands.a_buffers.dtype.primitive_bitwidth)
     channel = operands.channel
     acc = gl.zeros([config.ROWS, config.BLOCK_N], gl.float32, LAYOUT)
     if operands.a_buffers.dtype.primitive_bitwidth == 8:
