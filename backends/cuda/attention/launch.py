@@ -199,11 +199,10 @@ def cache_arguments(problem: KVCacheProblem, tensors: KVCacheTensors) -> dict[st
 
 def tile_descriptor(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Tiles:
     """Return `x` in the order (batch, head, row, feature), for TMA copies of tiles [block_rows, block_d] of a head."""
+    sizes, steps, order = tuple(x.shape), x.stride(), LAYOUTS.get(layout, (0, 2, 1, 3))
     if layout == VARLEN:  # all sequences are one sample
-        rows, heads, features = x.shape
-        shape, strides = (1, heads, rows, features), (rows * x.stride(0), x.stride(1), x.stride(0), 1)
-    else:
-        shape, strides = (tuple([values[i] for i in LAYOUTS[layout]]) for values in (x.shape, x.stride()))
+        sizes, steps = (1, *sizes), (sizes[0] * steps[0], *steps)
+    shape, strides = (tuple([values[i] for i in order]) for values in (sizes, steps))
     return Tiles(x, shape, strides, shared_box(x.dtype, (1, 1, block_rows, block_d)))
 
 

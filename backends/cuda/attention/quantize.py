@@ -27,6 +27,7 @@ in a cycle.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -339,7 +340,7 @@ def make_launch(
     """Return the launch of `_quantize_kernel` over x (B, H, S, D). `mode`: MEASURE, ALONE or GIVEN."""
     batch, heads, rows, head_dim = x.shape
     c = constants(x, scheme, mode)
-    arguments = {
+    arguments: dict[str, Any] = {
         **pointers(x=x, mean=mean, values=values, magnitude=magnitude, descale=descale),
         **_strides("x", x),
         **_strides("v", x if values is None else values),
