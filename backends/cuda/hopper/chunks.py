@@ -56,35 +56,45 @@ def _flat(x):
 
 
 @gluon.jit
+def _store_total(totals, x, CONSUMER: gl.constexpr, FIRST_COLUMN: gl.constexpr):
+    """Write the totals x [64, columns] of one accumulator of out, which begins at column FIRST_COLUMN of out."""
+    x = _flat(x)
+    FLAT: gl.constexpr = x.type.layout
+    if totals.pointer is None:
+        totals.buffers.index(CONSUMER).slice(ROWS * FIRST_COLUMN, x.shape[0]).store(x)
+    else:
+        gl.store(totals.address(CONSUMER, ROWS * FIRST_COLUMN, FLAT, x.shape[0]), x)
+
+
+@gluon.jit
+def _fold_total(totals, x, alpha, beta, CONSUMER: gl.constexpr, FIRST_COLUMN: gl.constexpr):
+    """Return the totals of one accumulator times alpha [64] plus a chunk's sums x [64, columns] times beta [64]."""
+    LAYOUT: gl.constexpr = x.type.layout
+    FLAT: gl.constexpr = _flat(x).type.layout
+    SIZE: gl.constexpr = ROWS * x.shape[1]
+    if totals.pointer is None:
+        total = totals.buffers.index(CONSUMER).slice(ROWS * FIRST_COLUMN, SIZE).load(FLAT)
+    else:
+        total = gl.load(totals.address(CONSUMER, ROWS * FIRST_COLUMN, FLAT, SIZE))
+    total = gl.convert_layout(from_register_order(total, x.shape[1]), LAYOUT)
+    total_factor = gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None]
+    chunk_factor = gl.convert_layout(beta, gl.SliceLayout(1, LAYOUT))[:, None]
+    return fold(total, total_factor, x, chunk_factor)
+
+
+@gluon.jit
 def _store_totals(totals, o, CONSUMER: gl.constexpr, WIDTH: gl.constexpr, BOXES_V: gl.constexpr):
-    """Write the totals of out: o, a tuple of accumulators, whose boxes have WIDTH columns."""
+    """Write the totals of out."""
     for run in gl.static_range(run_count(BOXES_V)):
-        x = _flat(o[run])
-        START: gl.constexpr = ROWS * run_start(run, BOXES_V) * WIDTH
-        if totals.pointer is None:
-            totals.buffers.index(CONSUMER).slice(START, x.shape[0]).store(x)
-        else:
-            gl.store(totals.address(CONSUMER, START, x.type.layout, x.shape[0]), x)
+        _store_total(totals, o[run], CONSUMER, run_start(run, BOXES_V) * WIDTH)
 
 
 @gluon.jit
 def _fold_totals(totals, o, alpha, beta, CONSUMER: gl.constexpr, WIDTH: gl.constexpr, BOXES_V: gl.constexpr):
-    """Return the totals in memory times alpha [64] plus the sums o of a chunk times beta [64]."""
+    """Return the totals in memory times alpha plus the sums o of a chunk times beta."""
     folded = ()
     for run in gl.static_range(run_count(BOXES_V)):
-        x = o[run]
-        LAYOUT: gl.constexpr = x.type.layout
-        FLAT: gl.constexpr = _flat(x).type.layout
-        START: gl.constexpr = ROWS * run_start(run, BOXES_V) * WIDTH
-        SIZE: gl.constexpr = ROWS * x.shape[1]
-        if totals.pointer is None:
-            total = totals.buffers.index(CONSUMER).slice(START, SIZE).load(FLAT)
-        else:
-            total = gl.load(totals.address(CONSUMER, START, FLAT, SIZE))
-        total = gl.convert_layout(from_register_order(total, x.shape[1]), LAYOUT)
-        total_factor = gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None]
-        chunk_factor = gl.convert_layout(beta, gl.SliceLayout(1, LAYOUT))[:, None]
-        folded += (fold(total, total_factor, x, chunk_factor),)
+        folded += (_fold_total(totals, o[run], alpha, beta, CONSUMER, run_start(run, BOXES_V) * WIDTH),)
     return folded
 
 
