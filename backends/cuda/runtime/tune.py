@@ -53,7 +53,7 @@ class Tuner(shared.Tuner):
     """`diyfa.tuning.Tuner` on CUDA. For tests, `device` and `may_measure` replace the answers of the current device."""
 
     device_needed = "there is no CUDA device to measure on"
-    _identity, _cannot_run = staticmethod(identity), staticmethod(cannot_run)
+    _cannot_run = staticmethod(cannot_run)
 
     def __init__(
         self, timer: Callable[[Callable[[], None]], float] = _bench,
@@ -69,6 +69,9 @@ class Tuner(shared.Tuner):
 
     def _measures_unasked(self) -> bool:
         return may_compile() and not _has_pack()
+
+    def _identity(self, device_name: str) -> dict[str, str]:
+        return identity(device_name)
 
     def _may_measure(self) -> bool:
         return self._measurable()
