@@ -185,8 +185,7 @@ def _matmul_tma_kernel(
             else:
                 acc = tl.dot(dot_operand(a), dot_operand(b), acc)
         vectors = (bias_ptr, stride_bias, a_descale_ptr, stride_a_descale, b_descale_ptr, stride_b_descale)
-        offs_m, offs_n = start_m + tl.arange(0, c.BLOCK_M), start_n + tl.arange(0, c.BLOCK_N)
-        acc = finish(acc, vectors, offs_m, offs_n, M, N, c.ACTIVATION)
+        acc = finish(acc, vectors, start_m, start_n, M, N, c.ACTIVATION)
         if c.STORE_HALVES:
             halves = tl.permute(tl.reshape(acc, (c.BLOCK_M, 2, c.BLOCK_N // 2)), (0, 2, 1))
             left, right = tl.split(halves)  # [BLOCK_M, BLOCK_N // 2]
