@@ -66,12 +66,13 @@ def test_parts_are_taken_where_blocks_of_keys_are_few(monkeypatch: pytest.Monkey
     problem = AttentionProblem("cuda", "sm_80", "float16", "bshd", 1, 8, 1, 4096, 4096, 64, 64, -1, 0)
     q, k = (torch.empty(1, 4096, heads, 64, dtype=torch.float16, device="meta") for heads in (8, 1))
     tensors, lse = AttentionTensors(q, k, k, 0.125), torch.empty(1, 8, 4096, device="meta")
+    gradients = AttentionGradients(q, k, k)
     backward = bwd.Backward(problem, tensors, q, lse, q, None)
     config = bwd.AttentionConfig(32, 64, 8, 3)
     grids = {}
     for count in (0, 20, 108):
         monkeypatch.setattr(attention_launch, "multiprocessors", lambda device, count=count: count)
-        launches, memory = backward.key_gradients(config, k, k)
+        launches, memory = backward.launches("dkdv", config, gradients)
         grids[count] = [launch.grid for launch in launches]
         assert [x.numel() for x in memory] == ([2 * 4096 * 64 * 4] if count == 108 else [])
     # Where there is no GPU nothing is divided.
@@ -87,8 +88,7 @@ def test_sums_end_where_a_sequence_is_said_to_end() -> None:
     memory = [torch.ones(n, device=DEVICE) for n in bwd_partials.partial_sizes(problem, 2)]
     got = [torch.full((total, 2, d), -7.0, dtype=torch.float16, device=DEVICE) for d in (16, 24)]
     tensors = AttentionTensors(*[got[0]] * 3, 1.0, cu_seqlens_q=offsets, cu_seqlens_k=offsets)
-    for launch in bwd_partials.make_launches(problem, tensors, memory, 2, *got):
-        launch_kernel(launch)
+    launch_kernel(bwd_partials.make_launch(problem, tensors, memory, 2, *got))
     for x in got:
         assert (x[:longest] == 2).all() and (x[longest:60] == -7).all() and (x[60:] == 2).all()
 

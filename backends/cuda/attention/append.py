@@ -1,7 +1,8 @@
 """Appends new keys and values to a KV cache, and rotates the new keys and the queries, in one launch.
 
 A program has a block of rows of one sequence: of new keys, of new values, or of queries. Row number: token * heads +
-head. It writes only the new rows. A row beyond the cache's capacity, or without a valid page or entry, is dropped.
+head. It writes only the new rows. An *entry* of the cache is a page, or the memory of one sequence in a contiguous
+cache; a *slot* is a key's place in its entry. A row beyond the cache's capacity, or without a valid entry, is dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.dots import round_to
-from diyfa.backends.cuda.attention.launch import cache_arguments, strides
+from diyfa.backends.cuda.attention.launch import cache_arguments, pointers, strides
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.passes import Pass
@@ -39,18 +40,18 @@ class AppendConstants(Constants):
 
 
 @triton.jit
-def _read(x_ptr, rows, exists, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return (features of rows [ROWS, BLOCK_D], mask of valid features)."""
+def _read(x_ptr, offsets, exists, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return (features of the rows at `offsets` [ROWS] of x, [ROWS, BLOCK_D]; mask of those that exist)."""
     cols = tl.arange(0, BLOCK_D)[None, :]
     mask = exists[:, None] & (cols < HEAD_DIM)
-    return tl.load(x_ptr + rows[:, None] + cols, mask=mask, other=0.0), mask
+    return tl.load(x_ptr + offsets[:, None] + cols, mask=mask, other=0.0), mask
 
 
 @triton.jit
-def _read_rotated(x_ptr, rows, exists, positions, rotary, c: tl.constexpr):
+def _read_rotated(x_ptr, offsets, exists, positions, rotary, c: tl.constexpr):
     """Return `_read` in float32, rotated by rows `positions` of cos and sin, if they have such rows."""
     cos_ptr, stride_cos, sin_ptr, stride_sin, cos_rows = rotary
-    x, mask = _read(x_ptr, rows, exists, c.HEAD_DIM, c.BLOCK_D)
+    x, mask = _read(x_ptr, offsets, exists, c.HEAD_DIM, c.BLOCK_D)
     x = x.to(tl.float32)
     cols = tl.arange(0, c.BLOCK_D)
     if c.INTERLEAVED:  # pairs (0, 1), (2, 3), …
@@ -64,7 +65,7 @@ def _read_rotated(x_ptr, rows, exists, positions, rotary, c: tl.constexpr):
         angles = tl.where(is_second, cols - HALF, cols)
     has_row = (positions >= 0) & (positions < cos_rows)
     is_rotated = (exists & has_row)[:, None] & (cols < c.ROTARY)[None, :]
-    partner_values = tl.load(x_ptr + rows[:, None] + partners[None, :], mask=is_rotated, other=0.0).to(tl.float32)
+    partner_values = tl.load(x_ptr + offsets[:, None] + partners[None, :], mask=is_rotated, other=0.0).to(tl.float32)
     position = positions.to(tl.int64)[:, None]
     cos = tl.load(cos_ptr + position * stride_cos + angles[None, :], mask=is_rotated, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + position * stride_sin + angles[None, :], mask=is_rotated, other=0.0).to(tl.float32)
@@ -73,7 +74,7 @@ def _read_rotated(x_ptr, rows, exists, positions, rotary, c: tl.constexpr):
 
 @triton.jit
 def _write_to_cache(x, mask, b, heads, entries, slots, cache, c: tl.constexpr):
-    """Write new keys or values [ROWS, columns] to rows `slots` of cache `entries` (pages, or contiguous entries)."""
+    """Write new keys or values x [ROWS, columns] of `heads` to `slots` of `entries`, [ROWS] each."""
     cache_ptr, stride_b, stride_n, stride_h, descale_ptr, stride_db, stride_dh = cache
     if c.FLOAT8:
         x = x.to(tl.float32)
@@ -84,8 +85,8 @@ def _write_to_cache(x, mask, b, heads, entries, slots, cache, c: tl.constexpr):
         x = tl.where(x > FLOAT8_LARGEST, FLOAT8_LARGEST, tl.where(x < -FLOAT8_LARGEST, -FLOAT8_LARGEST, x))
     if x.dtype == tl.float32:
         x = round_to(x, cache_ptr.dtype.element_ty)
-    rows = entries.to(tl.int64) * stride_b + slots.to(tl.int64) * stride_n + heads.to(tl.int64) * stride_h
-    tl.store(cache_ptr + rows[:, None] + tl.arange(0, x.shape[1])[None, :], x, mask=mask)
+    offsets = entries.to(tl.int64) * stride_b + slots.to(tl.int64) * stride_n + heads.to(tl.int64) * stride_h
+    tl.store(cache_ptr + offsets[:, None] + tl.arange(0, x.shape[1])[None, :], x, mask=mask)
 
 
 _RUNTIME = (
@@ -110,10 +111,11 @@ def _append_kernel(
     heads_q, heads_kv, seqlen_q, seqlen_new,
     blocks_k, blocks_v, blocks_q,  # programs per sequence for keys, values, queries
     cos_rows,
-    entries,  # pages, or batch entries of a contiguous cache
+    entries,  # of the cache
     capacity,
     c: tl.constexpr,
 ):  # fmt: skip
+    """Append a block of new keys or values to the cache, or write a block of rotated queries."""
     rotary = (cos_ptr, stride_cos, sin_ptr, stride_sin, cos_rows)
     blocks = blocks_k + blocks_v + blocks_q
     b = tl.program_id(0) // blocks
@@ -132,42 +134,40 @@ def _append_kernel(
         slots = tl.where(exists, positions, 0)
         if c.PAGE_SIZE > 0:
             table = block_table_ptr + b.to(tl.int64) * stride_table
-            entry = tl.load(table + slots // c.PAGE_SIZE, mask=exists, other=-1)
+            row_entries = tl.load(table + slots // c.PAGE_SIZE, mask=exists, other=-1)
             slots = slots % c.PAGE_SIZE
         else:
-            cache_entry = b
+            entry = b
             if cache_batch_idx_ptr is not None:
-                cache_entry = tl.load(cache_batch_idx_ptr + b)
-            entry = cache_entry + rows * 0
-        exists = exists & (entry >= 0) & (entry < entries)
+                entry = tl.load(cache_batch_idx_ptr + b)
+            row_entries = entry + rows * 0
+        exists = exists & (row_entries >= 0) & (row_entries < entries)
         if is_v:
             if v_ptr is not None:
-                v_rows = (
-                    b.to(tl.int64) * stride_vb + new_tokens.to(tl.int64) * stride_vn + heads.to(tl.int64) * stride_vh
-                )
-                v, v_mask = _read(v_ptr, v_rows, exists, c.HEAD_DIM_V, c.BLOCK_DV)
+                v_at = b.to(tl.int64) * stride_vb + new_tokens.to(tl.int64) * stride_vn + heads.to(tl.int64) * stride_vh
+                v, v_mask = _read(v_ptr, v_at, exists, c.HEAD_DIM_V, c.BLOCK_DV)
                 cache = (v_cache_ptr, stride_vcb, stride_vcn, stride_vch, v_descale_ptr, stride_vdb, stride_vdh)
-                _write_to_cache(v, v_mask, b, heads, entry, slots, cache, c)
+                _write_to_cache(v, v_mask, b, heads, row_entries, slots, cache, c)
         else:
-            k_rows = b.to(tl.int64) * stride_kb + new_tokens.to(tl.int64) * stride_kn + heads.to(tl.int64) * stride_kh
+            k_at = b.to(tl.int64) * stride_kb + new_tokens.to(tl.int64) * stride_kn + heads.to(tl.int64) * stride_kh
             if c.ROTARY > 0:
-                k, k_mask = _read_rotated(k_ptr, k_rows, exists, positions, rotary, c)
+                k, k_mask = _read_rotated(k_ptr, k_at, exists, positions, rotary, c)
             else:
-                k, k_mask = _read(k_ptr, k_rows, exists, c.HEAD_DIM, c.BLOCK_D)
+                k, k_mask = _read(k_ptr, k_at, exists, c.HEAD_DIM, c.BLOCK_D)
             cache = (k_cache_ptr, stride_kcb, stride_kcn, stride_kch, k_descale_ptr, stride_kdb, stride_kdh)
-            _write_to_cache(k, k_mask, b, heads, entry, slots, cache, c)
+            _write_to_cache(k, k_mask, b, heads, row_entries, slots, cache, c)
     elif c.ROTARY > 0:
-        q_tile_rows = (block - blocks_k - blocks_v) * c.ROWS + tl.arange(0, c.ROWS)
-        tokens = q_tile_rows // heads_q
-        q_heads = (q_tile_rows % heads_q).to(tl.int64)
+        q_rows = (block - blocks_k - blocks_v) * c.ROWS + tl.arange(0, c.ROWS)
+        tokens = q_rows // heads_q
+        q_heads = (q_rows % heads_q).to(tl.int64)
         q_tokens = tokens.to(tl.int64)
         q_positions = n_cached + tokens * 0
         if c.ROTATES_PER_QUERY:
             q_positions += tokens
-        q_rows = b.to(tl.int64) * stride_qb + q_tokens * stride_qm + q_heads * stride_qh
-        q, is_query = _read_rotated(q_ptr, q_rows, tokens < seqlen_q, q_positions, rotary, c)
-        rotated_rows = b.to(tl.int64) * stride_rb + q_tokens * stride_rm + q_heads * stride_rh
-        addresses = rotated_ptr + rotated_rows[:, None] + tl.arange(0, c.BLOCK_D)[None, :]
+        q_at = b.to(tl.int64) * stride_qb + q_tokens * stride_qm + q_heads * stride_qh
+        q, is_query = _read_rotated(q_ptr, q_at, tokens < seqlen_q, q_positions, rotary, c)
+        rotated_at = b.to(tl.int64) * stride_rb + q_tokens * stride_rm + q_heads * stride_rh
+        addresses = rotated_ptr + rotated_at[:, None] + tl.arange(0, c.BLOCK_D)[None, :]
         tl.store(addresses, round_to(q, rotated_ptr.dtype.element_ty), mask=is_query)
 
 
@@ -176,41 +176,27 @@ def make_launch(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) 
     cos, sin = new.cos, new.sin
     block_d, block_dv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     c = AppendConstants.read_from(
-        problem,
-        rows=TILE_ELEMENTS // max(block_d, block_dv),
-        block_d=block_d,
-        block_dv=block_dv,
-        rotary=0 if cos is None else 2 * cos.shape[1],
-        interleaved=new.interleaved,
+        problem, rows=TILE_ELEMENTS // max(block_d, block_dv), block_d=block_d, block_dv=block_dv,
+        rotary=0 if cos is None else 2 * cos.shape[1], interleaved=new.interleaved,
         rotates_per_query=problem.window_left >= 0 or problem.window_right >= 0,
         float8=problem.cache_dtype != problem.dtype,
-    )
+    )  # fmt: skip
     blocks_k = cdiv(new.k.shape[1] * problem.heads_kv, c.rows)
     blocks_v = 0 if new.v is None else blocks_k
     blocks_q = 0 if new.rotated_q is None else cdiv(problem.seqlen_q * problem.heads_q, c.rows)
     grid = problem.batch * (blocks_k + blocks_v + blocks_q)
     if not grid:
         return None
+    q, k_cache, v_cache = tensors[:3]
     arguments = {
-        "q_ptr": tensors.q,
-        "k_ptr": new.k,
-        "v_ptr": new.v,
-        "cos_ptr": cos,
-        "sin_ptr": sin,
-        "k_cache_ptr": tensors.k_cache,
-        "v_cache_ptr": tensors.v_cache,
-        "rotated_ptr": new.rotated_q,
-        **strides("bshd", q=tensors.q, k=new.k, v=new.v, kc=tensors.k_cache, vc=tensors.v_cache, r=new.rotated_q),
-        "stride_cos": 0 if cos is None else cos.stride(0),
-        "stride_sin": 0 if sin is None else sin.stride(0),
+        **pointers(q=q, k=new.k, v=new.v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache, rotated=new.rotated_q),
+        **strides("bshd", q=q, k=new.k, v=new.v, kc=k_cache, vc=v_cache, r=new.rotated_q),
         **cache_arguments(problem, tensors),
-        "heads_q": problem.heads_q,
-        "seqlen_new": new.k.shape[1],
-        "blocks_k": blocks_k,
-        "blocks_v": blocks_v,
-        "blocks_q": blocks_q,
+        "stride_cos": 0 if cos is None else cos.stride(0), "stride_sin": 0 if sin is None else sin.stride(0),
         "cos_rows": 0 if cos is None else cos.shape[0],
-    }
+        "heads_q": problem.heads_q, "seqlen_new": new.k.shape[1],
+        "blocks_k": blocks_k, "blocks_v": blocks_v, "blocks_q": blocks_q,
+    }  # fmt: skip
     return Launch(_append_kernel, grid, arguments, {"c": c}, {"num_warps": 4})
 
 

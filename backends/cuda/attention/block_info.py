@@ -23,7 +23,7 @@ from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
 
 @triton.jit
 def first_visible(aligned, before):
-    """Return the first position that a query or key sees on the other side, where it is aligned with `aligned`."""
+    """Return the first position of the other side that a query or key sees which is aligned with `aligned` there."""
     return tl.maximum(aligned - before, 0)
 
 
@@ -35,7 +35,11 @@ def end_visible(aligned, after, length):
 
 @triton.jit
 def visible_range(first, last, before, after, length, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr):
-    """Return what those see that are aligned with positions first to last. full_end may be before full_begin."""
+    """Return the range that queries or keys see which are aligned with positions [first, last] of the other side.
+
+    `before`, `after`: how far each sees in either direction; without HAS_BEFORE or HAS_AFTER there is no limit.
+    full_end may be before full_begin.
+    """
     begin = 0
     full_begin = 0
     full_end = length
@@ -80,11 +84,11 @@ def query_ranges(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: t
     """Return the queries that see keys [col0, col0 + BLOCK_N). All bounds but the ends are multiples of BLOCK_M.
 
     A full block of queries may extend beyond the last query: the rows behind it read as zeros and their lse as inf, so
-    their weights are 0. With EDGES it may not, because the caller reads full blocks without a check for the sequence's
-    end. Such a block is then one of the edges: the blocks outside of [full_begin, full_end).
+    their weights are 0. EDGES: full blocks end with the last query at the latest, because the caller reads them without
+    a check for the sequence's end. A block that extends beyond it lies in [full_end, end).
 
-    Keys beyond the last one read as zeros, so their weights exp(0 - lse) may be infinite. With WHOLE_KEYS a block that
-    has such keys has no full blocks of queries, so that a mask drops them.
+    Keys beyond the last one read as zeros, so their weights exp(0 - lse) may be infinite. WHOLE_KEYS: a block that has
+    such keys has no full blocks of queries, so that a mask drops them.
     """
     n_queries, n_keys, offset, window_left, window_right = mask
     first = col0 - offset

@@ -1,12 +1,15 @@
 """Block masks in the portable kernels: loops over the listed blocks of a tile, and the visible pairs of partial ones.
 
-`diyfa.block_lists` describes the tensors. BLOCK_M divides MASK_Q, and BLOCK_N divides MASK_K, so a tile of queries has
-one list of key blocks. A loop over its keys counts positions in the list: `position // MASK_K` is the index in the list
-and `position % MASK_K` the key inside of that block. Positions [0, full) lie in full blocks, [full, end) in partial
-ones. A tile of keys has a list of query blocks of the same form.
+`diyfa.block_lists` describes the tensors. The entries of one head in `mask_blocks`, with nq blocks of queries and nk of
+keys, are nq * nk codes, nq lists of 2 + nk entries, and nk lists of 2 + nq entries. A list begins with two counts: of
+full blocks, and of full and partial ones.
 
-The functions take a `view` of one head: (address of its entries of `mask_blocks`, address of `mask_bits`, number of
-blocks of queries, number of blocks of keys).
+BLOCK_M divides MASK_Q, and BLOCK_N divides MASK_K, so a tile of queries has one list of key blocks. A loop over these
+keys counts positions in the list: `position // MASK_K` is the index in the list and `position % MASK_K` the key inside
+of that block. Positions [0, full_end) lie in full blocks, [full_end, end) in partial ones. A tile of keys has a list of
+query blocks of the same form.
+
+The functions take a `view` of one head: (address of its entries, address of `mask_bits`, nq, nk).
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.cuda.attention.block_info import key_ranges, masked_keys
+from diyfa.backends.cuda.attention.tile_io import EQUAL
 from diyfa.problem import AttentionTensors
 
 WORD = tl.constexpr(32)  # bits of a word
@@ -45,6 +50,29 @@ def listed_queries(view, col0, c: tl.constexpr):
     lists, _, nq, nk = view
     counts = lists + nq * nk + nq * (2 + nk) + (col0 // c.MASK_K) * (2 + nq)
     return counts + 2, tl.load(counts) * c.MASK_Q, tl.load(counts + 1) * c.MASK_Q
+
+
+@triton.jit
+def key_loops(row0, mask, mask_tensors, b, h, seqlen_q, seqlen_k, c: tl.constexpr):
+    """Return (full, masked, block_mask): the keys that queries [row0, row0 + BLOCK_M) visit without and with a mask.
+
+    full, masked: (start, end, gap_at, gap), keys [start, end) without a gap of `gap` keys at `gap_at` (`masked_keys`).
+    With a block mask [start, end) are positions in a list, and block_mask is (list, view); else it is not used.
+    """
+    ranges = key_ranges(row0, mask, c)
+    _, full_begin, full_end, _ = ranges
+    masked = masked_keys(ranges, c)
+    block_mask = (0, 0)
+    if c.MASK_K:
+        view = mask_view(mask_tensors, b, h, seqlen_q, seqlen_k, c)
+        list_ptr, full_end, end = listed_keys(view, row0, c)
+        if c.LENGTHS != EQUAL:  # query blocks beyond a sample's end see no key
+            n_queries, _, _, _, _ = mask
+            full_end = tl.where(row0 < n_queries, full_end, 0)
+            end = tl.where(row0 < n_queries, end, 0)
+        masked = (full_end, end, 0, 0)
+        block_mask = (list_ptr, view)
+    return (full_begin, full_end, 0, 0), masked, block_mask
 
 
 @triton.jit

@@ -71,28 +71,15 @@ def _comparisons(terms):
 
 
 @constexpr_function
-def _term_count(terms):
-    return len(_comparisons(terms))
+def _count(terms, term=None):
+    """Return the number of terms, or of the comparisons of one term."""
+    return len(_comparisons(terms) if term is None else _comparisons(terms)[term])
 
 
 @constexpr_function
-def _comparison_count(terms, term):
-    return len(_comparisons(terms)[term])
-
-
-@constexpr_function
-def _name(terms, term, index):
-    return _comparisons(terms)[term][index][0]
-
-
-@constexpr_function
-def _first_number(terms, term, index):
-    return _comparisons(terms)[term][index][1]
-
-
-@constexpr_function
-def _first_tensor(terms, term, index):
-    return _comparisons(terms)[term][index][2]
+def _comparison(terms, term, index):
+    """Return one of `_comparisons`."""
+    return _comparisons(terms)[term][index]
 
 
 @triton.jit
@@ -111,11 +98,12 @@ def _sees_tile(tile_i, tile_j, n: tl.constexpr, numbers):
 
     `numbers` from n + 3 on: tiles along three axes, then the window along them. The last axis varies fastest.
     """
-    seen = _in_window(tile_i % numbers[n + 5], tile_j % numbers[n + 5], numbers[n + 5], numbers[n + 8])
-    tile_i, tile_j = tile_i // numbers[n + 5], tile_j // numbers[n + 5]
-    seen &= _in_window(tile_i % numbers[n + 4], tile_j % numbers[n + 4], numbers[n + 4], numbers[n + 7])
-    tile_i, tile_j = tile_i // numbers[n + 4], tile_j // numbers[n + 4]
-    return seen & _in_window(tile_i % numbers[n + 3], tile_j % numbers[n + 3], numbers[n + 3], numbers[n + 6])
+    size0, size1, size2 = numbers[n + 3], numbers[n + 4], numbers[n + 5]
+    seen = _in_window(tile_i % size2, tile_j % size2, size2, numbers[n + 8])
+    tile_i, tile_j = tile_i // size2, tile_j // size2
+    seen &= _in_window(tile_i % size1, tile_j % size1, size1, numbers[n + 7])
+    tile_i, tile_j = tile_i // size1, tile_j // size1
+    return seen & _in_window(tile_i % size0, tile_j % size0, size0, numbers[n + 6])
 
 
 @triton.jit
@@ -126,9 +114,10 @@ def _sees(TERM: tl.constexpr, INDEX: tl.constexpr, b, h, i, j, shift, exists_i, 
     `inputs`: as `_rows_kernel` forms it. `shift`: Sk - Sq.
     """
     numbers, tensors, strides, _ = inputs
-    NAME: tl.constexpr = _name(c.TERMS, TERM, INDEX)
-    n: tl.constexpr = _first_number(c.TERMS, TERM, INDEX)
-    t: tl.constexpr = _first_tensor(c.TERMS, TERM, INDEX)
+    COMPARISON: tl.constexpr = _comparison(c.TERMS, TERM, INDEX)
+    NAME: tl.constexpr = COMPARISON[0]
+    n: tl.constexpr = COMPARISON[1]
+    t: tl.constexpr = COMPARISON[2]
     if NAME == "band":
         seen = (j >= i - numbers[n]) & (j <= i + numbers[n + 1])
     elif NAME == "before":
@@ -160,9 +149,10 @@ def _bounds(TERM: tl.constexpr, INDEX: tl.constexpr, b, rows, keys, block_j, inp
     `rows`: (first, last) position of the queries. `keys`: (first, last key of each block, number of key blocks).
     """
     numbers, tensors, strides, ranges = inputs
-    NAME: tl.constexpr = _name(c.TERMS, TERM, INDEX)
-    n: tl.constexpr = _first_number(c.TERMS, TERM, INDEX)
-    t: tl.constexpr = _first_tensor(c.TERMS, TERM, INDEX)
+    COMPARISON: tl.constexpr = _comparison(c.TERMS, TERM, INDEX)
+    NAME: tl.constexpr = COMPARISON[0]
+    n: tl.constexpr = COMPARISON[1]
+    t: tl.constexpr = COMPARISON[2]
     i0, i1 = rows
     j0, j1, nk = keys
     if NAME == "band":
@@ -247,9 +237,9 @@ def _rows_kernel(
     j0 = offs * c.BLOCK_K
     j1 = tl.minimum(j0 + c.BLOCK_K, seqlen_k) - 1
     some, every = offs < 0, offs < 0  # false: no term yet
-    for term in tl.static_range(_term_count(c.TERMS)):
+    for term in tl.static_range(_count(c.TERMS)):
         term_some, term_every = offs >= 0, offs >= 0  # true: no comparison yet
-        for index in tl.static_range(_comparison_count(c.TERMS, term)):
+        for index in tl.static_range(_count(c.TERMS, term)):
             some_of_one, every_of_one = _bounds(term, index, b, (i0, i0 + n_rows - 1), (j0, j1, nk), offs, inputs, c)
             term_some, term_every = term_some & some_of_one, term_every & every_of_one
         some, every = some | term_some, every | term_every
@@ -277,9 +267,9 @@ def _rows_kernel(
             i = i0 + rows[:, None, None]
             inside = exists_i & exists_j
             seen = inside & (i < i0)  # false, [ROWS, BLOCK_K / 32, 32]
-            for term in tl.static_range(_term_count(c.TERMS)):
+            for term in tl.static_range(_count(c.TERMS)):
                 term_seen = inside
-                for index in tl.static_range(_comparison_count(c.TERMS, term)):
+                for index in tl.static_range(_count(c.TERMS, term)):
                     term_seen &= _sees(term, index, b, h, i, j, shift, exists_i, exists_j, inputs, c)
                 seen |= term_seen
             word = tl.sum(seen.to(tl.int32) << bits, 2)  # [ROWS, BLOCK_K / 32]
@@ -354,11 +344,9 @@ def make_launches(
     numbers = [number for comparison in comparisons for number in comparison.numbers]
     tensors = [(comparison.name, x) for comparison in comparisons for x in comparison.tensors]
     c = MaskConstants(names, *block, columns_of(nk), *sources)
-    arguments: dict[str, Any] = {
-        **dict.fromkeys((*TENSORS, *RANGES)), **dict.fromkeys((*STRIDES, *NUMBERS), 0), "blocks_ptr": blocks,
-        "bits_ptr": bits, **dict(zip(NUMBERS, numbers, strict=False)), "heads": heads, "seqlen_q": seqlen_q,
-        "seqlen_k": seqlen_k, "length": list_length(nq, nk),
-    }  # fmt: skip
+    arguments: dict[str, Any] = dict.fromkeys((*TENSORS, *RANGES)) | dict.fromkeys((*STRIDES, *NUMBERS), 0)
+    arguments |= {"blocks_ptr": blocks, "bits_ptr": bits, **dict(zip(NUMBERS, numbers, strict=False))}
+    arguments |= {"heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "length": list_length(nq, nk)}
     launches = []
     for i, (name, x) in enumerate(tensors):
         ids = _readable(name, x)

@@ -41,10 +41,12 @@ from diyfa.backends.cuda.attention.launch import (
     UNALIGNED_POINTERS,
     TileConstants,
     bind_launch,
+    dlse_strides,
     feature_arguments,
     input_arguments,
     interleaved_heads,
     is_settled,
+    pointers,
     programs_at_once,
     strides,
     tile_constants,
@@ -94,6 +96,7 @@ def _bwd_preprocess_kernel(
     heads_q, seqlen_q, seqlen_k, total_q, total_k,
     c: tl.constexpr,
 ):  # fmt: skip
+    """Write delta of BLOCK_M queries of a head."""
     blocks_m = tl.cdiv(seqlen_q, c.BLOCK_M)
     pid = tl.program_id(0)
     row0 = (pid % blocks_m) * c.BLOCK_M
@@ -118,12 +121,9 @@ _GRADIENT_KERNELS = {"dkdv": _bwd_dkdv_kernel, "dq": _bwd_dq_kernel, "short": _b
 
 @cached_per_kind
 def _preprocess_constants(problem: AttentionProblem) -> PreprocessConstants:
+    block_dv = padded_head_dim(problem.head_dim_v)
     return PreprocessConstants(
-        lengths=lengths_constant(problem),
-        head_dim_v=problem.head_dim_v,
-        block_m=PREPROCESS_BLOCK_M,
-        block_dv=padded_head_dim(problem.head_dim_v),
-        form=PORTABLE.value,
+        lengths_constant(problem), problem.head_dim_v, PREPROCESS_BLOCK_M, block_dv, PORTABLE.value
     )
 
 
@@ -137,15 +137,9 @@ class Backward:
     """The launches of one backward pass."""
 
     def __init__(
-        self,
-        problem: AttentionProblem,
-        tensors: AttentionTensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        delta: torch.Tensor | None = None,
-    ) -> None:
+        self, problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor,
+        dout: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         if problem.aligned and not is_aligned(dout):
             problem = problem.replace(aligned=False)  # TMA cannot read an unaligned gradient
         self.problem, self.tensors = problem, tensors
@@ -155,33 +149,19 @@ class Backward:
 
     @cached_property
     def shared_arguments(self) -> dict[str, Any]:
-        """Arguments, by name, that the kernels have in common: results of the forward, gradients, features."""
-        problem, dlse = self.problem, self.dlse
-        dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
-        b, h, m = (0, *dlse_strides) if len(dlse_strides) == 2 else dlse_strides
+        """Arguments, by name, that the kernels have in common: results of the forward, gradients, strides, features."""
+        problem, (q, k, v) = self.problem, self.tensors[:3]
         return {
-            "o_ptr": self.out,
-            "lse_ptr": self.lse,
-            "dlse_ptr": dlse,
-            "delta_ptr": self.delta,
-            **strides(problem.layout, o=self.out, do=self.dout),
-            "stride_dlb": b,
-            "stride_dlh": h,
-            "stride_dlm": m,
+            **pointers(o=self.out, lse=self.lse, dlse=self.dlse, delta=self.delta),
+            **strides(problem.layout, q=q, k=k, v=v, o=self.out, do=self.dout),
+            **dlse_strides(self.dlse),
             **feature_arguments(problem, self.tensors, self.scale),
         }
-
-    @cached_property
-    def shared_strides(self) -> dict[str, int]:
-        """Strides of q, k and v, by name."""
-        q, k, v = self.tensors[:3]
-        return strides(self.problem.layout, q=q, k=k, v=v)
 
     def pointer_arguments(self) -> dict[str, Any]:
         """Return the arguments of kernels that read all inputs through pointers, as those behind the gradients do."""
         q, k, v = self.tensors[:3]
-        pointers = {"q_ptr": q, "k_ptr": k, "v_ptr": v, "do_ptr": self.dout}
-        return {**pointers, **self.shared_arguments, **self.shared_strides}
+        return {**pointers(q=q, k=k, v=v, do=self.dout), **self.shared_arguments}
 
     def preprocess(self) -> Launch:
         """Return the launch that fills delta."""
@@ -202,29 +182,27 @@ class Backward:
         values = {
             **input_arguments(problem, config, q=(q, m, d), k=(k, n, d), v=(v, n, dv), do=(dout, m, dv)),
             **self.shared_arguments,
-            **{f"{name}_ptr": x for name, x in results.items()},
-            **self.shared_strides,
+            **pointers(**results),
             **strides(problem.layout, **results),
             "group": problem.heads_q // problem.heads_kv // subgroups,
             "sm_scale": tensors.sm_scale,
             "subgroups": subgroups,
         }
-        blocks, heads = (
-            (cdiv(problem.seqlen_q, m), problem.heads_q)
-            if kind == "dq"
-            else (cdiv(problem.seqlen_k, n), problem.heads_kv * subgroups)
-        )
-        heads *= problem.batch
+        if kind == "dq":
+            blocks, heads = cdiv(problem.seqlen_q, m), problem.batch * problem.heads_q
+        else:
+            blocks, heads = cdiv(problem.seqlen_k, n), problem.batch * problem.heads_kv * subgroups
         values["interleaved_heads"] = interleaved_heads(problem, config, blocks, heads, q.device)
-        return bind_launch(
-            _GRADIENT_KERNELS[kind], blocks * heads, values, _constants(problem, config), schedule(config)
-        )
+        kernel, constants = _GRADIENT_KERNELS[kind], _constants(problem, config)
+        return bind_launch(kernel, blocks * heads, values, constants, schedule(config))
 
-    def key_gradients(
-        self, config: AttentionConfig, dk: torch.Tensor, dv: torch.Tensor
+    def launches(
+        self, kind: str, config: AttentionConfig, gradients: AttentionGradients
     ) -> tuple[list[Launch], list[torch.Tensor]]:
-        """Return (launches that fill dk and dv, their memory for partial sums)."""
-        problem = self.problem
+        """Return (launches that fill the gradients of `kind`, their memory for partial sums)."""
+        problem, (dq, dk, dv) = self.problem, gradients[:3]
+        if kind != "dkdv":
+            return [self.gradient(kind, config, {"dq": dq} if kind == "dq" else {"dq": dq, "dk": dk, "dv": dv})], []
         subgroups = bwd_partials.count_subgroups(problem, config.block_n, programs_at_once(config, dk.device))
         if subgroups == 1:
             return [self.gradient("dkdv", config, {"dk": dk, "dv": dv})], []
@@ -233,17 +211,7 @@ class Backward:
         buffers = memory.split(sizes)
         partials = dict(zip(("dk", "dv"), bwd_partials.partials_in_layout(problem, buffers, subgroups), strict=True))
         main = self.gradient("dkdv", config, partials, subgroups)
-        return [main, *bwd_partials.make_launches(problem, self.tensors, buffers, subgroups, dk, dv)], [memory]
-
-    def launches(
-        self, kind: str, config: AttentionConfig, gradients: AttentionGradients
-    ) -> tuple[list[Launch], list[torch.Tensor]]:
-        """Return (launches that fill the gradients of `kind`, their memory for partial sums)."""
-        dq, dk, dv = gradients[:3]
-        if kind == "dkdv":
-            return self.key_gradients(config, dk, dv)
-        results = {"dq": dq} if kind == "dq" else {"dq": dq, "dk": dk, "dv": dv}
-        return [self.gradient(kind, config, results)], []
+        return [main, bwd_partials.make_launch(problem, self.tensors, buffers, subgroups, dk, dv)], [memory]
 
 
 def _call_each(functions: Sequence[Callable[[], None]]) -> None:
@@ -252,15 +220,9 @@ def _call_each(functions: Sequence[Callable[[], None]]) -> None:
 
 
 def backward_pass(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    gradients: AttentionGradients,
-    kinds: Sequence[str] = SPLIT,
-) -> Pass:
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+    dlse: torch.Tensor | None, gradients: AttentionGradients, kinds: Sequence[str] = SPLIT,
+) -> Pass:  # fmt: skip
     """Return the pass that fills all gradients but that of sinks, by kernels of these kinds and their auxiliaries."""
     backward = Backward(problem, tensors, out, lse, dout, dlse, gradients.delta)
     problem, delta = backward.problem, backward.delta

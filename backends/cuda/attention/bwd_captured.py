@@ -26,7 +26,6 @@ from diyfa.backends.cuda.attention.launch import (
     AttentionConstants,
     attention_constants,
     bind_launch,
-    mask_constants,
 )
 from diyfa.backends.cuda.attention.score_functions import SPELLING
 from diyfa.backends.cuda.attention.scores import (
@@ -62,6 +61,7 @@ def _bwd_captured_kernel(
     scale, softcap, threshold, keep_scale,
     c: tl.constexpr,
 ):  # fmt: skip
+    """Add the gradients of BLOCK_M queries of a head to the totals. All keys count as masked: there is one loop."""
     blocks_m = tl.cdiv(seqlen_q, c.BLOCK_M)
     pid = tl.program_id(0)
     row0 = pid % blocks_m * c.BLOCK_M
@@ -73,7 +73,7 @@ def _bwd_captured_kernel(
     if row0 >= n_queries:
         return
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
-    begin, _full_begin, _full_end, end = key_ranges(row0, mask, c)
+    begin, _, _, end = key_ranges(row0, mask, c)
     first = begin // c.BLOCK_N * c.BLOCK_N
     list_ptr = 0
     view = 0
@@ -100,9 +100,7 @@ def _bwd_captured_kernel(
     score, row_keys, column_keys = head_features(b, h, features, c)
     row_words = position_words(*row_keys, offs_m) if c.DROPOUT else row_keys
     for position in tl.range(first, end, c.BLOCK_N, disable_licm=True):
-        col0 = position
-        if c.MASK_K:
-            col0 = listed(position, list_ptr, c.MASK_K)
+        col0 = listed(position, list_ptr, c.MASK_K) if c.MASK_K else position
         offs_n = col0 + tl.arange(0, c.BLOCK_N)
         k = load_tile(keys, col0, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, True, POINTER, c)
         v = load_tile(values, col0, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, True, POINTER, c)
@@ -118,7 +116,7 @@ def _bwd_captured_kernel(
             q, k, v, do, lse_log2, delta, rows, cols, begins, visible, keep, keep_scale, mask, score, True, c
         )
         _tanh, argument = saved
-        s, positions, seen = argument
+        s, positions, seen = argument  # what the score function got
         c.SCORE_GRADIENTS(ds, s, b, h, positions, cols, seen, captured, totals)
 
 
@@ -126,8 +124,6 @@ def _bwd_captured_kernel(
 class CapturedConstants(AttentionConstants):
     """Constants of the kernel."""
 
-    mask_q: int
-    mask_k: int
     score_gradients: JitSource
 
 
@@ -138,8 +134,9 @@ def make_launch(problem: AttentionProblem, values: dict[str, Any], captured: Cap
     totals = {n: torch.zeros_like(x, dtype=torch.float32) for n, x in captured.items()}
     values = {**values, **{name: totals.get(n) for n, name in enumerate(_TOTALS)}}
     learned_tensors = tuple([n in captured for n in range(MAX_TENSORS)])
-    own = {**mask_constants(problem), "score_gradients": gradients_source(problem.score_fn, learned_tensors, SPELLING)}
-    constants = CapturedConstants.read_from(problem, tile, **attention_constants(problem), **own)
+    given = attention_constants(problem)
+    given["score_gradients"] = gradients_source(problem.score_fn, learned_tensors, SPELLING)
+    constants = CapturedConstants.read_from(problem, tile, **given)
     grid = cdiv(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
     return bind_launch(_bwd_captured_kernel, grid, values, constants, schedule(tile)), totals
 

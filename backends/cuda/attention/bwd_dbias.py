@@ -31,7 +31,7 @@ from diyfa.backends.cuda.attention.launch import (
     AttentionConstants,
     attention_constants,
     bind_launch,
-    mask_constants,
+    pointers,
 )
 from diyfa.backends.cuda.attention.score_functions import SPELLING
 from diyfa.backends.cuda.attention.scores import (
@@ -71,6 +71,11 @@ def _bwd_dbias_kernel(
     steps,  # tiles that a program adds up
     c: tl.constexpr,
 ):  # fmt: skip
+    """Add up `steps` tiles of dS: for entries of the bias (NOTHING), or over the queries or keys of a head.
+
+    `b_out`, `h_out`: sample and head of the result, of which a dimension of the bias may have only one. `b`, `h`: those
+    of the tile at hand.
+    """
     blocks_m = tl.cdiv(seqlen_q, c.BLOCK_M)
     blocks_n = tl.cdiv(seqlen_k, c.BLOCK_N)
     pid = tl.program_id(0)
@@ -184,8 +189,6 @@ class BiasGradientConstants(AttentionConstants):
     """Constants of the kernel."""
 
     reduce: int
-    mask_q: int  # queries and keys of a block of the block mask, 0 without one
-    mask_k: int
 
 
 def make_launch(problem: AttentionProblem, values: dict[str, Any], dbias: torch.Tensor) -> tuple[Launch, torch.Tensor]:
@@ -210,13 +213,13 @@ def make_launch(problem: AttentionProblem, values: dict[str, Any], dbias: torch.
         grid, steps, heads_out = blocks_m * batch * heads, blocks_n, heads
     values = {
         **values,
-        "dbias_ptr": out,
+        **pointers(dbias=out),
         **dict(zip(("stride_outb", "stride_outh", "stride_outm", "stride_outn"), out.stride(), strict=True)),
-        "heads_out": heads_out,
-        "steps": steps,
-    }
-    own = {**mask_constants(problem), "reduce": reduce.value, "score_slope": slope_source(problem.score_fn, SPELLING)}
-    constants = BiasGradientConstants.read_from(problem, tile, **{**attention_constants(problem), **own})
+        "heads_out": heads_out, "steps": steps,
+    }  # fmt: skip
+    given = attention_constants(problem) | {"reduce": reduce.value}
+    given["score_slope"] = slope_source(problem.score_fn, SPELLING)
+    constants = BiasGradientConstants.read_from(problem, tile, **given)
     return bind_launch(_bwd_dbias_kernel, grid, values, constants, schedule(tile)), out
 
 

@@ -61,7 +61,7 @@ def _dkdv_blocks(
     queries, gradients, statistics, col0, blocks, mask, block_mask, score, dropout,
     MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of one head's queries [start, end) of `blocks` = (start, end, gap_at, gap) to dk and dv.
+    """Add to dk and dv what queries [start, end) of one head contribute. `blocks`: (start, end, gap_at, gap).
 
     MASKED: compare positions, clear rows beyond a shorter sequence, and omit a gap of `gap` queries at `gap_at`. If all
     sequences have one length, the last block needs no mask: queries beyond the end read as zeros, and their weights are
@@ -150,6 +150,13 @@ def _bwd_dkdv_kernel(
     subgroups,  # subgroups per KV head (`bwd_partials.py`)
     c: tl.constexpr,
 ):  # fmt: skip
+    """Compute dK and dV of BLOCK_N keys of a KV head, or of a subgroup of its query heads.
+
+    1. Find the head and the sequence, load K and V, and find the queries that see these keys (`query_ranges`).
+    2. For each query head, add what its masked blocks of queries contribute, then its full ones. With ONE_LOOP all
+       count as masked.
+    3. Scale the sums, and write them with zeros for keys beyond the end.
+    """
     blocks_n = tl.cdiv(seqlen_k, c.BLOCK_N)
     pid = tl.program_id(0)
     heads_kv = heads_q // group  # one per subgroup
@@ -185,7 +192,6 @@ def _bwd_dkdv_kernel(
     if ONE_LOOP:
         gap = 0
         masked_end = end
-
     strides_q = (stride_qb, stride_qh, stride_qm)
     strides_do = (stride_dob, stride_doh, stride_dom)
     per_head = (per_head_ptr, stride_per_headb)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.block_info import key_ranges, masked_keys
-from diyfa.backends.cuda.attention.block_mask import kept_pairs, listed, listed_keys, mask_view
+from diyfa.backends.cuda.attention.block_mask import kept_pairs, key_loops, listed
 from diyfa.backends.cuda.attention.dots import dot, dot_add, round_to
 from diyfa.backends.cuda.attention.dropout import keep_tile, position_words
 from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS
@@ -33,7 +32,10 @@ def score_gradient(
     q, k, v, do, lse_log2, delta, rows, cols, begins, visible, keep, keep_scale, mask, score,
     MASKED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile [BLOCK_M, BLOCK_N] of dS, the gradient of the final scores, and what `scores_log2` saves for it."""
+    """Return (a tile [BLOCK_M, BLOCK_N] of dS, the gradient of the final scores; what `scores_log2` saves for it).
+
+    `visible`, `keep` [BLOCK_M, BLOCK_N]: which pairs the mask and dropout keep, or True. `begins`: see `scores_log2`.
+    """
     PRECISE: tl.constexpr = q.dtype == tl.float32
     s = dot(q, tl.trans(k), c.PRECISION)
     s, saved = scores_log2(s, rows, cols, begins, mask, visible, score, MASKED, PRECISE, c)
@@ -57,8 +59,7 @@ def _dq_blocks(
     keys, values, row0, blocks, mask, block_mask, score, dropout,
     MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of keys [start, end) of `blocks` to dq; gap, `block_mask` and MASKED as in `_attend_blocks` of
-    fwd.py.
+    """Add to dq what the keys of `blocks` contribute. `block_mask` and MASKED are as in `_attend_blocks` of fwd.py.
 
     The compiler must not move code out of the loop: the registers are full.
     """
@@ -113,6 +114,7 @@ def _bwd_dq_kernel(
     scale, softcap, threshold, keep_scale, sm_scale,
     c: tl.constexpr,
 ):  # fmt: skip
+    """Compute dQ of BLOCK_M queries of a head: keys without a mask first, as in fwd.py."""
     blocks_m = tl.cdiv(seqlen_q, c.BLOCK_M)
     pid = tl.program_id(0)
     head, block_m = head_and_block(pid, blocks_m, tl.num_programs(0) // blocks_m, interleaved_heads)
@@ -140,20 +142,9 @@ def _bwd_dq_kernel(
     do = load_tile(gradients, row0, c.BLOCK_M, c.HEAD_DIM_V, c.BLOCK_DV, True, c.FORM, c)
     row = first_row(b, h, first_q, heads_q, seqlen_q, total_q, c)
     lse_log2, delta = load_statistics(lse_ptr, delta_ptr, row, offs_m, n_queries)
-    blocks = key_ranges(row0, mask, c)
-    _, full_begin, full_end, _ = blocks
-    masked = masked_keys(blocks, c)
-    block_mask = (0, 0)
+    mask_tensors = (mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh)
+    full, masked, block_mask = key_loops(row0, mask, mask_tensors, b, h, seqlen_q, seqlen_k, c)
     FULL_FORM: tl.constexpr = c.EDGE_FORM if c.MASK_K != 0 else c.FORM  # as in fwd.py
-    if c.MASK_K:
-        tensors = (mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh)
-        view = mask_view(tensors, b, h, seqlen_q, seqlen_k, c)
-        list_ptr, full_end, end = listed_keys(view, row0, c)
-        if c.LENGTHS != EQUAL:
-            full_end = tl.where(row0 < n_queries, full_end, 0)
-            end = tl.where(row0 < n_queries, end, 0)
-        masked = (full_end, end, 0, 0)
-        block_mask = (list_ptr, view)
     per_head = (per_head_ptr, stride_per_headb)
     bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
     captured = captured_pointers(score_tensor0_ptr, score_tensor1_ptr, score_tensor2_ptr, score_tensor3_ptr)
@@ -162,7 +153,6 @@ def _bwd_dq_kernel(
     row_words = position_words(*row_keys, offs_m) if c.DROPOUT else row_keys
     dropout = (row_words, column_keys, threshold, keep_scale)
     dq = tl.zeros([c.BLOCK_M, c.BLOCK_D], tl.float32)
-    full = (full_begin, full_end, 0, 0)
     if FULL_FORM == c.FORM:
         dq = _dq_blocks(
             dq, q, do, lse_log2, delta, keys, values, row0, full, mask, block_mask, score, dropout, False, c.FORM, c

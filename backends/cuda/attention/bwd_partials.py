@@ -2,8 +2,8 @@
 
 A program has a block of keys, and the queries of all heads that see it. With many query heads per KV head, there may be
 fewer key blocks than multiprocessors. So a group may be divided into subgroups of equal size. To the kernels that
-compute dK and dV, each subgroup is a group with a KV head of its own, which has the group's K and V. They write partial
-sums in float32, which `_sum_partials_kernel` adds up in a fixed order.
+compute dK and dV, each subgroup is a group with a KV head of its own, which has the group's K and V. For each subgroup
+these kernels write partial sums in float32. `_sum_partials_kernel` adds those of a group up in a fixed order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from diyfa.backends.cuda.attention.configs import MIN_QUERIES
 from diyfa.backends.cuda.attention.dots import round_to
-from diyfa.backends.cuda.attention.launch import strides
+from diyfa.backends.cuda.attention.launch import fields_of, pointers, strides
 from diyfa.backends.cuda.attention.seq_info import packed_info
 from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, cdiv
 from diyfa.backends.cuda.runtime.constants import Constants
@@ -48,18 +48,16 @@ def count_subgroups(problem: AttentionProblem, block_n: int, programs_at_once: i
     if group == 1 or problem.batch_invariant:  # in the mode, sums may not depend on the number of sequences
         return 1
     divisors = [n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n <= max_subgroups)]
-    blocks_per_program = (
-        BLOCKS_PER_PROGRAM_CAUSAL if problem.window_right >= 0 and problem.window_left < 0 else BLOCKS_PER_PROGRAM
-    )
-    return next((n for n in divisors if blocks * n >= blocks_per_program * programs_at_once), divisors[-1])
+    is_uneven = problem.window_right >= 0 and problem.window_left < 0
+    enough = programs_at_once * (BLOCKS_PER_PROGRAM_CAUSAL if is_uneven else BLOCKS_PER_PROGRAM)
+    return next((n for n in divisors if blocks * n >= enough), divisors[-1])
 
 
 def partial_sizes(problem: AttentionProblem, subgroups: int) -> list[int]:
     """Return the numbers of elements of the partial dK and dV, 0 if groups are not divided."""
     rows = problem.total_k if problem.varlen else problem.batch * problem.seqlen_k
-    return [
-        rows * problem.heads_kv * subgroups * d if subgroups > 1 else 0 for d in (problem.head_dim, problem.head_dim_v)
-    ]
+    heads = problem.heads_kv * subgroups if subgroups > 1 else 0
+    return [rows * heads * d for d in (problem.head_dim, problem.head_dim_v)]
 
 
 def partials_in_layout(problem: AttentionProblem, memory: Sequence[torch.Tensor], subgroups: int) -> list[torch.Tensor]:
@@ -81,16 +79,19 @@ class PartialsConstants(Constants):
 
 
 @triton.jit
-def _sum_tile(partials_ptr, out, row0, column0, rows, stride_row, heads, first, subgroups, HEAD_DIM: tl.constexpr):
-    """Write a [SUM_ROWS, SUM_COLUMNS] tile of the sum of heads [first, first + subgroups) of `partials_ptr`.
+def _sum_tile(partials_ptr, out, row0, column0, rows, stride_row, heads, subgroups, HEAD_DIM: tl.constexpr):
+    """Write a [SUM_ROWS, SUM_COLUMNS] tile of the sum of a KV head's `subgroups` heads of `partials_ptr`.
 
-    `partials_ptr`: [rows, heads, HEAD_DIM] fp32.
+    `partials_ptr`: [rows, n_heads, HEAD_DIM] fp32. `rows`: (first row of the sequence, its number of rows). `heads`:
+    (n_heads, KV head).
     """
     first_row, end = rows
+    n_heads, hk = heads
+    first = hk * subgroups
     offs = row0 + tl.arange(0, SUM_ROWS)
     columns = column0 + tl.arange(0, SUM_COLUMNS)
     is_element = (offs < end)[:, None] & (columns < HEAD_DIM)[None, :]
-    offsets = ((first_row + offs.to(tl.int64)) * heads + first)[:, None] * HEAD_DIM + columns[None, :]
+    offsets = ((first_row + offs.to(tl.int64)) * n_heads + first)[:, None] * HEAD_DIM + columns[None, :]
     total = tl.zeros([SUM_ROWS, SUM_COLUMNS], tl.float32)
     for subgroup in range(0, subgroups, SUBGROUPS_AT_ONCE):
         for i in tl.static_range(SUBGROUPS_AT_ONCE):
@@ -135,40 +136,25 @@ def _sum_partials_kernel(
     if c.OVERLAP:
         gdc_wait()
     if row0 < end:
-        heads = heads_kv * subgroups
+        heads = (heads_kv * subgroups, hk)
         rows = (first_row, end)
         if column0 < c.HEAD_DIM:
-            _sum_tile(
-                dk_partials_ptr, dk, row0, column0, rows, stride_dkn, heads, hk * subgroups, subgroups, c.HEAD_DIM
-            )
+            _sum_tile(dk_partials_ptr, dk, row0, column0, rows, stride_dkn, heads, subgroups, c.HEAD_DIM)
         if column0 < c.HEAD_DIM_V:
-            _sum_tile(
-                dv_partials_ptr, dv, row0, column0, rows, stride_dvn, heads, hk * subgroups, subgroups, c.HEAD_DIM_V
-            )
+            _sum_tile(dv_partials_ptr, dv, row0, column0, rows, stride_dvn, heads, subgroups, c.HEAD_DIM_V)
 
 
-def make_launches(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    memory: Sequence[torch.Tensor],
-    subgroups: int,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> tuple[Launch, ...]:
-    """Return the launches that add up dk and dv from the partial sums in `memory`, none if groups are not divided."""
-    if subgroups == 1:
-        return ()
+def make_launch(
+    problem: AttentionProblem, tensors: AttentionTensors, memory: Sequence[torch.Tensor], subgroups: int,
+    dk: torch.Tensor, dv: torch.Tensor,
+) -> Launch:  # fmt: skip
+    """Return the launch that adds up dk and dv from the partial sums in `memory`."""
     d, dv_columns = problem.head_dim, problem.head_dim_v
+    dk_partials, dv_partials = memory
     arguments = {
-        "dk_partials_ptr": memory[0],
-        "dv_partials_ptr": memory[1],
-        "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
-        "dk_ptr": dk,
-        "dv_ptr": dv,
+        **pointers(dk_partials=dk_partials, dv_partials=dv_partials, cu_seqlens_k=tensors.cu_seqlens_k, dk=dk, dv=dv),
         **strides(problem.layout, dk=dk, dv=dv),
-        "heads_kv": problem.heads_kv,
-        "seqlen_k": problem.seqlen_k,
-        "total_k": problem.total_k,
+        **fields_of(problem, "heads_kv", "seqlen_k", "total_k"),
         "subgroups": subgroups,
     }
     overlap = can_overlap(problem.arch)
@@ -176,4 +162,4 @@ def make_launches(
     rows = cdiv(problem.seqlen_k, SUM_ROWS.value) * problem.batch * problem.heads_kv
     options = {"num_warps": 4, **({"launch_pdl": True} if overlap else {})}
     grid = rows, cdiv(max(d, dv_columns), SUM_COLUMNS.value)
-    return (Launch(_sum_partials_kernel, grid, arguments, {"c": constants}, options),)
+    return Launch(_sum_partials_kernel, grid, arguments, {"c": constants}, options)

@@ -1,10 +1,12 @@
 """Backward of short sequences in one launch: their queries fit into one block and their keys into another.
 
 A program has a head, with q, k, v, dO and P of the whole sequence. So it also computes delta, from a tile of the
-output, and dQ, from the dS of dK. It reads each tensor once and computes each score once. The kernels for any length
-take three launches and compute the scores twice. Scores are transposed, [BLOCK_N, BLOCK_M], as in bwd_dkdv.py. dS
-crosses shared memory once, transposed, for dQ. There are no atomics: the bits are equal in every run. Other kernels run
-grouped heads, for a loop over heads would take 40 registers. See bwd.py for the formulas.
+output, and dQ, from the dS of dK: it reads each tensor once and computes each score once. The kernels for any length
+take three launches and compute the scores twice.
+
+Scores are transposed, [BLOCK_N, BLOCK_M], as in bwd_dkdv.py; for dQ, dS crosses shared memory. There are no atomics:
+the bits are equal in every run. Grouped heads run by other kernels, because a loop over heads would take 40 registers.
+See bwd.py for the formulas.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ def _bwd_short_kernel(
     scale, softcap, threshold, keep_scale, sm_scale,
     c: tl.constexpr,
 ):  # fmt: skip
+    """Compute delta, dQ, dK and dV of a head."""
     PRECISE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     b = tl.program_id(0) // heads_q
     h = tl.program_id(0) % heads_q

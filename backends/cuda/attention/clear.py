@@ -37,16 +37,13 @@ class ClearConstants(Constants):
 
 
 @triton.jit
-def _clear_range(
-    begin, stop, program, n_programs,
-    x,  # (pointer, stride of rows, of heads)
-    statistics_ptr, heads, total, value, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Set rows [begin, stop) of all heads to 0, and of the statistics to `value`.
+def _clear_range(begin, stop, program, n_programs, x, statistics, heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Set rows [begin, stop) of all heads of x to 0, and of the statistics to `value`. Programs divide the rows.
 
-    `n_programs` programs divide the rows.
+    x: (pointer, stride of rows, of heads). statistics (H, T): (pointer or None, T, value).
     """
     x_ptr, stride_m, stride_h = x
+    statistics_ptr, total, value = statistics
     ROWS: tl.constexpr = CLEARED_ELEMENTS // BLOCK_D
     cols = tl.arange(0, BLOCK_D)
     zeros = tl.zeros([ROWS, BLOCK_D], x_ptr.dtype.element_ty)
@@ -67,21 +64,11 @@ def clear_others(cu_seqlens_ptr, batch, longest, program, n_programs, out, lse_p
 
     `n_programs` separate programs call it: in the others it would take registers from the loops over keys.
     """
+    statistics = (lse_ptr, total, float("inf"))
     for b in range(program, batch, n_programs):
         first, rows = packed_info(cu_seqlens_ptr, b, total)
-        _clear_range(
-            first + tl.minimum(rows, longest),
-            first + rows,
-            0,
-            1,
-            out,
-            lse_ptr,
-            heads,
-            total,
-            float("inf"),
-            c.HEAD_DIM_V,
-            c.BLOCK_DV,
-        )
+        begin = first + tl.minimum(rows, longest)
+        _clear_range(begin, first + rows, 0, 1, out, statistics, heads, c.HEAD_DIM_V, c.BLOCK_DV)
     first = load_clamped(cu_seqlens_ptr, total)
     last = load_clamped(cu_seqlens_ptr + batch, total)
     if last < total:
@@ -90,8 +77,8 @@ def clear_others(cu_seqlens_ptr, batch, longest, program, n_programs, out, lse_p
         for start in range(0, batch, OFFSETS_AT_ONCE):
             i = start + tl.arange(0, OFFSETS_AT_ONCE)
             last = tl.maximum(last, tl.max(tl.load(cu_seqlens_ptr + i, mask=i < batch, other=0), 0))
-    _clear_range(0, first, program, n_programs, out, lse_ptr, heads, total, float("inf"), c.HEAD_DIM_V, c.BLOCK_DV)
-    _clear_range(last, total, program, n_programs, out, lse_ptr, heads, total, float("inf"), c.HEAD_DIM_V, c.BLOCK_DV)
+    _clear_range(0, first, program, n_programs, out, statistics, heads, c.HEAD_DIM_V, c.BLOCK_DV)
+    _clear_range(last, total, program, n_programs, out, statistics, heads, c.HEAD_DIM_V, c.BLOCK_DV)
 
 
 @triton.jit(
@@ -116,19 +103,16 @@ def _clear_kernel(
     stop = tl.where(gap == batch, total, end)
     program = tl.program_id(0) % n_programs
     x, y = (x_ptr, stride_xm, stride_xh), (y_ptr, stride_ym, stride_yh)
-    _clear_range(begin, stop, program, n_programs, x, statistics_ptr, heads, total, value, c.HEAD_DIM, c.BLOCK_D)
+    statistics = (statistics_ptr, total, value)
+    _clear_range(begin, stop, program, n_programs, x, statistics, heads, c.HEAD_DIM, c.BLOCK_D)
     if y_ptr is not None:
-        _clear_range(begin, stop, program, n_programs, y, None, heads, total, value, c.HEAD_DIM_V, c.BLOCK_DV)
+        _clear_range(begin, stop, program, n_programs, y, (None, total, value), heads, c.HEAD_DIM_V, c.BLOCK_DV)
 
 
 def make_launch(
-    cu_seqlens: torch.Tensor,
-    longest: int,
-    x: torch.Tensor,
-    y: torch.Tensor | None = None,
-    statistics: torch.Tensor | None = None,
-    value: float = 0.0,
-) -> Launch:
+    cu_seqlens: torch.Tensor, longest: int, x: torch.Tensor, y: torch.Tensor | None = None,
+    statistics: torch.Tensor | None = None, value: float = 0.0,
+) -> Launch:  # fmt: skip
     """Return the launch that clears x and y (T, H, ·), with last stride 1, and sets contiguous statistics (H, T)."""
     batch = cu_seqlens.shape[0] - 1
     total, heads, head_dim = x.shape
@@ -152,10 +136,7 @@ def clearing_programs(problem: AttentionProblem) -> int:
 
 
 def forward_launches(
-    problem: AttentionProblem | KVCacheProblem,
-    tensors: AttentionTensors | KVCacheTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor
 ) -> list[Launch]:
     """Return the launches that clear rows of out and lse, none if sequences are not packed."""
     if tensors.cu_seqlens_q is None:
@@ -164,10 +145,7 @@ def forward_launches(
 
 
 def backward_launches(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    gradients: AttentionGradients,
-    delta: torch.Tensor | None,
+    problem: AttentionProblem, tensors: AttentionTensors, gradients: AttentionGradients, delta: torch.Tensor | None
 ) -> list[Launch]:
     """Return the launches that clear rows of dq, dk and dv, and of delta if given; none if sequences are not packed."""
     if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:

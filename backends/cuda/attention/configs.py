@@ -48,18 +48,18 @@ def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
     return config.form == "tma" and (problem.seq_lens or problem.varlen)
 
 
-def edge_tile_form(problem: AttentionProblem, config: AttentionConfig) -> int:
-    """Return the kernels' EDGE_FORM constant: the form in which blocks that a mask cuts are read."""
-    return PORTABLE.value if reads_rows(problem, config) else tile_form(config)
-
-
-# Class of GPU -> rows of (most padded head_dim, tile). The first row that fits is the default. The others of its
-# head_dim are candidates of the autotuner. A class has a limit of its own: wgmma, shared memory for one block, fp32
-# operands, and Turing, for which Triton emits no tensor-core instructions. Products are then multiply-adds, correct and
-# slow; in the backward pass at 256 features widened tiles do not fit, and others spill. "unaligned" is for rows that
-# are not 16-byte aligned, whose tiles pass through registers. It is also for a V narrower than K on GPUs with wgmma:
-# Triton 3.6 emits wgmma that read V beyond its shared memory (wrong results or an illegal address; compute-sanitizer
-# names the instruction). With tiles of 32 rows it uses mma.sync, which is right.
+# Class of GPU and problem (`gpu_class`) -> rows (most padded head_dim, tile). The first row that fits is the default.
+# The others of its head_dim are candidates of the autotuner. Classes, and what limits their tiles:
+#
+# * wgmma: 16 bits on Hopper. "wgmma ragged": the same for sequences that differ in length, below.
+# * large, small: 16 bits on other GPUs, by the shared memory of a block.
+# * float32: operands take twice the memory and registers.
+# * turing: Triton emits no tensor-core instructions there, so products are multiply-adds, correct and slow. In the
+#   backward pass at 256 features widened tiles do not fit, and others spill.
+# * unaligned: rows that are not 16-byte aligned pass through registers. The class is also for a V narrower than K on
+#   GPUs with wgmma: there Triton 3.6 emits wgmma that read V beyond its shared memory (wrong results or an illegal
+#   address; compute-sanitizer names the instruction). With tiles of 32 rows it uses mma.sync, which is right.
+# * eight bits, and two variants of it: float8 and int8.
 #
 # Figures of the wgmma rows: TFLOP/s over the products the kernel does, bf16, 16384 tokens, heads * head_dim = 2048, at
 # S = 1k/4k/16k without a mask. Each is the best or nearly the best of 72 tiles somewhere on that grid
@@ -71,6 +71,7 @@ C = AttentionConfig
 _H200 = "H200, 2026-11-21: "
 _LATER = "H200, 2026-11-23: "
 
+# fmt: off
 _EIGHT_BITS_SMALL: tuple[Row, ...] = ((128, C(32, 32, 4, 1)), (256, C(32, 32, 8, 1, spill_budget=32)))
 _EIGHT_BITS_WIDE: tuple[Row, ...] = ((512, C(32, 32, 8, 1)), (1024, C(16, 32, 8, 1)))
 _FORWARD: dict[str, tuple[Row, ...]] = {
@@ -91,46 +92,28 @@ _FORWARD: dict[str, tuple[Row, ...]] = {
         (256, C(128, 64, 8, 2, "portable", _H200 + "341/394/381")),
     ),
     "large": (
-        (64, C(128, 64, 4, 3)),
-        (64, C(64, 64, 4, 3)),
-        (128, C(128, 64, 8, 3)),
-        (128, C(128, 32, 8, 3)),
-        (128, C(64, 32, 4, 3, spill_budget=32)),
+        (64, C(128, 64, 4, 3)), (64, C(64, 64, 4, 3)),
+        (128, C(128, 64, 8, 3)), (128, C(128, 32, 8, 3)), (128, C(64, 32, 4, 3, spill_budget=32)),
         (256, C(64, 32, 8, 2)),
     ),
     "small": (
-        (64, C(128, 64, 4, 2, spill_budget=128)),
-        (64, C(64, 64, 4, 2)),
-        (128, C(64, 64, 8, 2)),
-        (128, C(64, 32, 4, 2, spill_budget=64)),
-        (256, C(64, 32, 8, 1)),
-        (256, C(32, 32, 8, 1, spill_budget=96)),
-        (256, C(32, 16, 4, 1)),
+        (64, C(128, 64, 4, 2, spill_budget=128)), (64, C(64, 64, 4, 2)),
+        (128, C(64, 64, 8, 2)), (128, C(64, 32, 4, 2, spill_budget=64)),
+        (256, C(64, 32, 8, 1)), (256, C(32, 32, 8, 1, spill_budget=96)), (256, C(32, 16, 4, 1)),
     ),
     "float32": (
-        (64, C(64, 32, 8, 1)),
-        (64, C(32, 32, 4, 1, spill_budget=64)),
+        (64, C(64, 32, 8, 1)), (64, C(32, 32, 4, 1, spill_budget=64)),
         (128, C(16, 32, 4, 1)),
-        (256, C(16, 32, 8, 1)),
-        (256, C(16, 16, 4, 1)),
+        (256, C(16, 32, 8, 1)), (256, C(16, 16, 4, 1)),
     ),
     "turing": (
-        (64, C(64, 32, 8, 1, "widened")),
-        (64, C(32, 32, 4, 1, "widened")),
+        (64, C(64, 32, 8, 1, "widened")), (64, C(32, 32, 4, 1, "widened")),
         (128, C(32, 32, 8, 1, "widened")),
         (256, C(16, 16, 4, 1, "widened")),
     ),
-    "unaligned": (
-        (128, C(32, 32, 4, 1)),
-        (256, C(32, 32, 8, 1, spill_budget=32)),
-    ),
+    "unaligned": ((128, C(32, 32, 4, 1)), (256, C(32, 32, 8, 1, spill_budget=32))),
     # float8 and int8. Rows of a tile share their descales (`diyfa.eight_bits`): at most 128 queries and 64 keys.
-    "eight bits": (
-        (64, C(128, 64, 4, 3)),
-        (128, C(128, 64, 8, 3)),
-        (256, C(64, 64, 8, 2)),
-        *_EIGHT_BITS_WIDE,
-    ),
+    "eight bits": ((64, C(128, 64, 4, 3)), (128, C(128, 64, 8, 3)), (256, C(64, 64, 8, 2)), *_EIGHT_BITS_WIDE),
     # Through addresses ptxas serialises the wgmma of int8 (C7515). With 32 rows there are none.
     "eight bits wgmma": (
         (64, C(128, 64, 8, 2, "tma")),
@@ -154,24 +137,18 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
         (256, C(64, 64, 8, 2, "portable", _H200 + "276/306/300", 1024)),
     ),
     "large": (
-        (64, C(32, 64, 4, 3, spill_budget=256)),
-        (64, C(32, 32, 4, 2)),
-        (128, C(32, 64, 8, 2, spill_budget=608)),
-        (128, C(32, 32, 4, 2, spill_budget=192)),
+        (64, C(32, 64, 4, 3, spill_budget=256)), (64, C(32, 32, 4, 2)),
+        (128, C(32, 64, 8, 2, spill_budget=608)), (128, C(32, 32, 4, 2, spill_budget=192)),
         (256, C(32, 32, 8, 1)),
     ),
     "small": (
-        (64, C(32, 64, 8, 2)),
-        (64, C(32, 32, 4, 2)),
-        (128, C(32, 64, 8, 1)),
-        (128, C(32, 32, 4, 1, spill_budget=32)),
-        (256, C(16, 32, 4, 1)),
-        (256, C(16, 16, 4, 1, spill_budget=160)),
+        (64, C(32, 64, 8, 2)), (64, C(32, 32, 4, 2)),
+        (128, C(32, 64, 8, 1)), (128, C(32, 32, 4, 1, spill_budget=32)),
+        (256, C(16, 32, 4, 1)), (256, C(16, 16, 4, 1, spill_budget=160)),
     ),
     "float32": (
         (64, C(32, 32, 8, 1, spill_budget=32)),
-        (128, C(16, 32, 8, 1, spill_budget=96)),
-        (128, C(16, 16, 4, 1, spill_budget=64)),
+        (128, C(16, 32, 8, 1, spill_budget=96)), (128, C(16, 16, 4, 1, spill_budget=64)),
         (256, C(16, 32, 8, 1)),
     ),
     "turing": (
@@ -179,10 +156,7 @@ _BACKWARD_DKDV: dict[str, tuple[Row, ...]] = {
         (128, C(16, 32, 8, 1, "widened")),
         (256, C(16, 16, 8, 1, spill_budget=2176)),
     ),
-    "unaligned": (
-        (128, C(32, 32, 4, 1)),
-        (256, C(32, 32, 8, 1)),
-    ),
+    "unaligned": ((128, C(32, 32, 4, 1)), (256, C(32, 32, 8, 1))),
 }
 _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
     "wgmma": (
@@ -199,102 +173,65 @@ _BACKWARD_DQ: dict[str, tuple[Row, ...]] = {
         (256, C(128, 64, 8, 1, "portable", _H200 + "425/502/499")),
     ),
     "large": (
-        (64, C(128, 64, 8, 3)),
-        (64, C(64, 32, 4, 3)),
-        (128, C(128, 32, 8, 2)),
-        (128, C(64, 32, 4, 2)),
-        (256, C(64, 32, 8, 1)),
-        (256, C(32, 32, 4, 1)),
+        (64, C(128, 64, 8, 3)), (64, C(64, 32, 4, 3)),
+        (128, C(128, 32, 8, 2)), (128, C(64, 32, 4, 2)),
+        (256, C(64, 32, 8, 1)), (256, C(32, 32, 4, 1)),
     ),
     "small": (
         (64, C(64, 32, 4, 2)),
-        (128, C(64, 32, 4, 1)),
-        (128, C(32, 32, 4, 1)),
-        (256, C(32, 32, 8, 1, spill_budget=64)),
-        (256, C(16, 16, 4, 1)),
+        (128, C(64, 32, 4, 1)), (128, C(32, 32, 4, 1)),
+        (256, C(32, 32, 8, 1, spill_budget=64)), (256, C(16, 16, 4, 1)),
     ),
     "float32": (
-        (64, C(32, 64, 8, 1)),
-        (64, C(32, 32, 4, 1)),
+        (64, C(32, 64, 8, 1)), (64, C(32, 32, 4, 1)),
         (128, C(16, 16, 4, 1, spill_budget=64)),
-        (256, C(16, 32, 8, 1)),
-        (256, C(16, 16, 4, 1)),
+        (256, C(16, 32, 8, 1)), (256, C(16, 16, 4, 1)),
     ),
     "turing": (
         (64, C(32, 32, 8, 1, "widened")),
         (128, C(32, 16, 8, 1, "widened")),
         (256, C(16, 16, 8, 1, spill_budget=2048)),
     ),
-    "unaligned": (
-        (128, C(32, 32, 4, 1)),
-        (256, C(32, 32, 8, 1)),
-    ),
+    "unaligned": ((128, C(32, 32, 4, 1)), (256, C(32, 32, 8, 1))),
 }
 # Beyond 256 features one row of a tile takes half a kilobyte or more, so tiles have the few rows that fit. The table is
 # for all GPUs. 1024 is for MLA's 576 features of q and k.
 _WIDE: dict[str, tuple[Row, ...]] = {
     "fwd": (
-        (512, C(64, 32, 8, 2, "tma")),
-        (512, C(32, 32, 8, 1, spill_budget=256)),
-        (512, C(16, 16, 8, 1)),
-        (1024, C(32, 16, 8, 1)),
-        (1024, C(16, 16, 8, 1)),
+        (512, C(64, 32, 8, 2, "tma")), (512, C(32, 32, 8, 1, spill_budget=256)), (512, C(16, 16, 8, 1)),
+        (1024, C(32, 16, 8, 1)), (1024, C(16, 16, 8, 1)),
     ),
     "dkdv": (
-        (512, C(32, 32, 8, 1, spill_budget=256)),
-        (512, C(16, 16, 8, 1)),
+        (512, C(32, 32, 8, 1, spill_budget=256)), (512, C(16, 16, 8, 1)),
         (1024, C(16, 16, 8, 1, spill_budget=928)),
     ),
     "dq": (
-        (512, C(32, 32, 8, 1, spill_budget=128)),
-        (512, C(16, 16, 8, 1, spill_budget=64)),
+        (512, C(32, 32, 8, 1, spill_budget=128)), (512, C(16, 16, 8, 1, spill_budget=64)),
         (1024, C(16, 16, 8, 1, spill_budget=384)),
     ),
 }
 # The bias gradient reads through addresses on every GPU, and accumulates its tile.
 _BIAS_WGMMA: tuple[Row, ...] = (
-    (128, C(64, 64, 8, 2)),
-    (128, C(64, 64, 8, 1)),
+    (128, C(64, 64, 8, 2)), (128, C(64, 64, 8, 1)),
     (256, C(64, 32, 8, 1)),
     (1024, C(16, 16, 8, 1)),
 )
 # Without wgmma larger tiles spill kilobytes.
-_BIAS_MMA: tuple[Row, ...] = (
-    (128, C(64, 32, 4, 1, spill_budget=256)),
-    (256, C(16, 16, 4, 1)),
-    (1024, C(16, 16, 8, 1)),
-)
-# A whole sequence is one tile (`bwd_short.py`), the smallest that holds it: `fits` takes no larger one. With wgmma, a V
-# narrower than K has no tile of 64 rows, for the reason above.
+_BIAS_MMA: tuple[Row, ...] = ((128, C(64, 32, 4, 1, spill_budget=256)), (256, C(16, 16, 4, 1)), (1024, C(16, 16, 8, 1)))
+# A whole sequence is one tile (`bwd_short.py`), the smallest that holds it: `fits` takes no larger one. "unaligned" has
+# no tile of 64 rows, as above.
 _SHORT_SMALL: tuple[Row, ...] = (
-    (64, C(16, 16, 1, 1)),
-    (64, C(32, 32, 2, 1)),
-    (128, C(16, 16, 2, 1)),
-    (128, C(32, 32, 4, 1)),
+    (64, C(16, 16, 1, 1)), (64, C(32, 32, 2, 1)),
+    (128, C(16, 16, 2, 1)), (128, C(32, 32, 4, 1)),
 )
-_SHORT: tuple[Row, ...] = (
-    *_SHORT_SMALL,
-    (64, C(64, 64, 4, 1)),
-    (64, C(64, 64, 8, 1)),
-    (128, C(64, 64, 8, 1)),
-)
-# Here, too, "unaligned" avoids wgmma on tiles that pass through registers, on float32 and on a narrow V.
-_BIAS_SMALL: tuple[Row, ...] = (
-    (64, C(32, 16, 4, 1)),
-    (256, C(16, 16, 4, 1)),
-    (1024, C(16, 16, 8, 1)),
-)
-_WIDE_FLOAT32: tuple[Row, ...] = (
-    (512, C(16, 16, 8, 1, spill_budget=64)),
-    (1024, C(16, 16, 8, 1, spill_budget=64)),
-)
+_SHORT: tuple[Row, ...] = (*_SHORT_SMALL, (64, C(64, 64, 4, 1)), (64, C(64, 64, 8, 1)), (128, C(64, 64, 8, 1)))
+# Tiles for which Triton emits no wgmma.
+_BIAS_SMALL: tuple[Row, ...] = ((64, C(32, 16, 4, 1)), (256, C(16, 16, 4, 1)), (1024, C(16, 16, 8, 1)))
+_WIDE_FLOAT32: tuple[Row, ...] = ((512, C(16, 16, 8, 1, spill_budget=64)), (1024, C(16, 16, 8, 1, spill_budget=64)))
 # If sequences differ in length, masked blocks are read by address and rows are not aligned, so that other tiles win.
 # Figures: 64 sequences of 128 to 1920 tokens, TFLOP/s without and with a causal mask; "backward": of the whole pass.
 _RAGGED: dict[str, tuple[Row, ...]] = {
-    "fwd": (
-        (64, C(64, 64, 4, 2, "tma", _H200 + "351, 281")),
-        (128, C(128, 64, 4, 2, "tma", _H200 + "431, 325", 128)),
-    ),
+    "fwd": ((64, C(64, 64, 4, 2, "tma", _H200 + "351, 281")), (128, C(128, 64, 4, 2, "tma", _H200 + "431, 325", 128))),
     "dkdv": (
         (64, C(64, 64, 4, 3, "tma", _LATER + "411, 328; 128x64: 384, 293")),
         (128, C(64, 64, 4, 2, "tma", _LATER + "472, 425", 128)),
@@ -305,6 +242,7 @@ _RAGGED: dict[str, tuple[Row, ...]] = {
         (128, C(128, 64, 8, 3, "tma", _H200 + "backward 322, 252")),
     ),
 }
+# fmt: on
 for _kind, _table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ)):
     _tiles = {(width, replace(tile, measured="", spill_budget=0)) for width, tile in _RAGGED[_kind]}
     _others = [row for row in _table["wgmma"] if (row[0], replace(row[1], measured="", spill_budget=0)) not in _tiles]
@@ -475,10 +413,7 @@ _DQ_FEW_BLOCKS = C(64, 64, 4, 2, "tma", measured="H200, 2026-11-28")
 
 
 def _heads(problem: AttentionProblem) -> _Heads:
-    return _Heads(
-        problem.arch, problem.dtype, problem.value_dtype, problem.bias, problem.score_fn, problem.head_dim,
-        problem.head_dim_v,
-    )  # fmt: skip
+    return _Heads(*[getattr(problem, name) for name in _Heads._fields])
 
 
 def size_facts(problem: AttentionProblem) -> tuple[bool, bool, bool]:
@@ -502,13 +437,9 @@ def candidates(kind: str, problem: AttentionProblem) -> tuple[AttentionConfig, .
 
 @cached_per_kind
 def _candidates(
-    problem: AttentionProblem,
-    kind: str,
-    block: int,
-    tma: bool = False,
-    few_keys: bool = False,
+    problem: AttentionProblem, kind: str, block: int, tma: bool = False, few_keys: bool = False,
     few_blocks: bool = False,
-) -> tuple[AttentionConfig, ...]:
+) -> tuple[AttentionConfig, ...]:  # fmt: skip
     """Return `candidates` for a kind of problem. `block`: for "short", rows of the tile that holds the sequences."""
     if kind == "short":
         # The kernel reads each tensor once, through registers, so tiles of aligned tensors serve all.

@@ -14,9 +14,9 @@ by itself. It makes no difference whether one program has all chunks of a tile o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import copysign, gcd
 from typing import Any
 
 import torch
@@ -42,18 +42,21 @@ from diyfa.backends.cuda.attention.fixed_order import next_sum, sum_of_lanes, su
 from diyfa.backends.cuda.attention.fwd import online_softmax_update
 from diyfa.backends.cuda.attention.launch import (
     cache_arguments,
+    fields_of,
     forced_config,
+    pointers,
     positive_scale,
     strides,
 )
-from diyfa.backends.cuda.attention.scores import score_without_bias, scores_log2, visible_pairs
+from diyfa.backends.cuda.attention.scores import scores_log2, visible_pairs
 from diyfa.backends.cuda.attention.seq_info import cache_entry, cache_seq_info
 from diyfa.backends.cuda.attention.stream_k import (
+    SCANS,
     begin_share,
     chunks_per_tile,
+    count_tiles,
     fixed_chunk,
     has_wide_positions,
-    heads_in_parallel,
     is_split,
     next_chunk,
     partials_slot,
@@ -62,10 +65,9 @@ from diyfa.backends.cuda.attention.stream_k import (
     store_fixed_chunk,
     store_partials,
     tile_work,
-    tiles_per_scan,
     tiles_per_sequence,
     workspace,
-    workspace_rows,
+    workspace_parts,
 )
 from diyfa.backends.cuda.attention.tile_io import LOG2E, LOWEST, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
@@ -371,7 +373,7 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, tile_mask, c: tl.
         v_base += entry.to(tl.int64) * stride_vb
     cache = (k_base, v_base, table, entries, (stride_kb, stride_kn, stride_vb, stride_vn))
     pairs = (n_queries, n_keys, offset, window_left, window_right)
-    score = score_without_bias(scale, softcap, slopes)
+    score = (scale, (softcap, slopes), (0, 0, 0), (0, 0, 0))  # no bias, no score function
     first_key = first_cached_key(block_m, n_queries, n_keys, pad, tile_mask, c)
     acc, l_i, m_i = _attend_keys(q, q_tail, tokens, begin, end, pad, first_key, cache, pairs, score, c)
     return acc, l_i, m_i, rows
@@ -512,47 +514,34 @@ def kernel_constants(
     problem: KVCacheProblem, config: DecodeConfig, chunks: int = 1, heads_in_parallel: int = 1
 ) -> DecodeConstants:
     """Constants of `_decode_kernel` for a call with so many `chunks_per_tile` and `heads_in_parallel`."""
-    scan = tiles_per_scan(problem, config)
-    is_one_scan = problem.batch * tiles_per_sequence(problem, config) <= scan
-    return _constants_for_kind(
-        problem, config, is_split(problem), scan, is_one_scan, has_wide_positions(problem, config),
-        heads_in_parallel == problem.heads_kv, chunks > 1, problem.window_right >= 0 and problem.seqlen_q > 1,
-    )  # fmt: skip
+    tiles = count_tiles(problem, config)
+    scan = next((scan for scan in SCANS if tiles <= scan), SCANS[-1])
+    by_size = {
+        "scan": scan,
+        "one_scan": tiles <= scan,
+        "wide_positions": has_wide_positions(problem, config),
+        "one_round": heads_in_parallel == problem.heads_kv,
+        "chunks_apart": chunks > 1,
+        "has_right": problem.window_right >= 0 and problem.seqlen_q > 1,
+    }
+    return _constants_for_kind(problem, config, is_split(problem), *by_size.items())
 
 
 @cached_per_kind
 def _constants_for_kind(
-    problem: KVCacheProblem, config: DecodeConfig, split: bool, scan: int, one_scan: bool, wide_positions: bool,
-    one_round: bool, chunks_apart: bool, has_right: bool,
-) -> DecodeConstants:  # fmt: skip
+    problem: KVCacheProblem, config: DecodeConfig, split: bool, *by_size: tuple[str, Any]
+) -> DecodeConstants:
+    """Return the constants, of which `by_size` depend on sizes of the problem."""
     block_d, block_d_tail = feature_blocks(problem.head_dim)
+    block_dv = padded_head_dim(problem.head_dim_v)
     return DecodeConstants.read_from(
-        problem,
-        config,
-        split=split,
-        scan=scan,
-        one_scan=one_scan,
-        wide_positions=wide_positions,
-        one_round=one_round,
-        by_tile=False,
-        has_left=problem.window_left >= 0,
-        has_right=has_right,
-        bias=False,
-        score_fn=None,
-        block_d=block_d,
-        block_d_tail=block_d_tail,
-        block_dv=padded_head_dim(problem.head_dim_v),
+        problem, config, **dict(by_size), split=split, by_tile=False, has_left=problem.window_left >= 0, bias=False,
+        score_fn=None, block_d=block_d, block_d_tail=block_d_tail, block_dv=block_dv, columns=block_dv,
         one_page=problem.paged and problem.page_size % config.block_n == 0 and not problem.leftpad,
-        value_pairs=reads_value_pairs(problem),
-        values_in_keys=reads_values_once(problem),
-        widen=is_widened(problem),
-        overlap=split and can_overlap(problem.arch),
-        partials=PARTIALS_AT_ONCE,
-        columns=padded_head_dim(problem.head_dim_v),
+        value_pairs=reads_value_pairs(problem), values_in_keys=reads_values_once(problem), widen=is_widened(problem),
+        overlap=split and can_overlap(problem.arch), partials=PARTIALS_AT_ONCE, precision="ieee",
         chunk=chunk_keys(problem) // config.block_n if problem.batch_invariant else 0,
-        chunks_apart=chunks_apart,
-        precision="ieee",
-    )
+    )  # fmt: skip
 
 
 def select_config(problem: KVCacheProblem) -> DecodeConfig:
@@ -565,18 +554,14 @@ def select_config(problem: KVCacheProblem) -> DecodeConfig:
 def _scale(problem: KVCacheProblem, sm_scale: float) -> float:
     """Return the kernel's scale. In batch-invariant mode it is +-`positive_scale`, which the Hopper forward takes."""
     if problem.batch_invariant and not (problem.softcap or problem.alibi):
-        return math.copysign(positive_scale(sm_scale), sm_scale)
+        return copysign(positive_scale(sm_scale), sm_scale)
     return sm_scale / (problem.softcap or 1.0)
 
 
 def make_launches(
-    problem: KVCacheProblem,
-    tensors: KVCacheTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    config: DecodeConfig,
+    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor, config: DecodeConfig,
     memory: torch.Tensor | None,
-) -> list[Launch]:
+) -> list[Launch]:  # fmt: skip
     """The launches that fill out and lse. `memory`: the `workspace`, or None."""
     q, k, v = tensors.q, tensors.k_cache, tensors.v_cache
     keys_layout = VARLEN if problem.packed_keys else "bshd"
@@ -584,42 +569,24 @@ def make_launches(
     if not count:
         return []
     chunks = chunks_per_tile(problem, config, q.device)
-    n_heads = heads_in_parallel(problem, count)
+    n_heads = gcd(problem.heads_kv, count)  # KV heads walked at the same time: their rows lie side by side in memory
     c = kernel_constants(problem, config, chunks, n_heads)
-    sums = statistics = None
-    if memory is not None:
-        rows = workspace_rows(problem, config, q.device)
-        assert rows is not None, "there is a workspace"
-        sums, statistics = memory, memory[rows * padded_head_dim(problem.head_dim_v) :]
+    sums, statistics = workspace_parts(memory, problem)
     arguments = {
-        "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
-        "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
-        "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
-        "leftpad_ptr": tensors.leftpad,
-        "slopes_ptr": tensors.alibi_slopes,
-        "sinks_ptr": tensors.sinks,
-        "o_ptr": out,
-        "lse_ptr": lse,
-        "sums_ptr": sums,
-        "statistics_ptr": statistics,
+        **pointers(q=q, k=k, v=v, o=out, lse=lse, sums=sums, statistics=statistics, slopes=tensors.alibi_slopes),
+        **pointers(**fields_of(tensors, "cu_seqlens_q", "cu_seqlens_k", "leftpad", "sinks")),
         **strides(problem.layout, q=q, o=out),
         **strides(keys_layout, k=k, v=v),
         **cache_arguments(problem, tensors),
         "stride_slopeb": per_head_stride(tensors.alibi_slopes),
-        "batch": problem.batch,
+        **fields_of(problem, "batch", "total_q", "window_left", "window_right", "softcap"),
         "group": problem.heads_q // problem.heads_kv,
         "blocks_m": tiles_per_sequence(problem, config),
-        "total_q": problem.total_q,
         "total_k": k.shape[0],
         "added": tensors.added,
-        "window_left": problem.window_left,
-        "window_right": problem.window_right,
         "rows_per_tile": rows_per_tile(problem, config),
         "chunks_per_tile": chunks,
         "scale": _scale(problem, tensors.sm_scale),
-        "softcap": problem.softcap,
     }
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if problem.batch_invariant:
@@ -632,21 +599,14 @@ def make_launches(
 
 
 def cache_pass(
-    problem: KVCacheProblem,
-    tensors: KVCacheTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    config: DecodeConfig | None = None,
-    launches: Callable[..., list[Launch]] = make_launches,
-) -> Pass:
+    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor,
+    config: DecodeConfig | None = None, launches: Callable[..., list[Launch]] = make_launches,
+) -> Pass:  # fmt: skip
     """The pass that fills out and lse. `config`, `launches`: those of another kernel with the same schedule."""
     config = config or select_config(problem)
     memory = workspace(problem, config, tensors.q.device)
-    all_launches = [
-        *forward_launches(problem, tensors, out, lse),
-        *launches(problem, tensors, out, lse, config, memory),
-    ]
-    return Pass(all_launches, [] if memory is None else [memory])
+    clearing = forward_launches(problem, tensors, out, lse)
+    return Pass([*clearing, *launches(problem, tensors, out, lse, config, memory)], [] if memory is None else [memory])
 
 
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:

@@ -26,6 +26,7 @@ from diyfa.backends.cuda.attention.stream_k import (
     tiles_per_sequence,
 )
 from diyfa.backends.cuda.attention.tile_io import LOWEST, cdiv
+from diyfa.backends.cuda.runtime.launcher import arguments_among
 from diyfa.problem import KVCacheProblem, Launch, cached_per_kind
 
 if TYPE_CHECKING:
@@ -158,8 +159,8 @@ def _combine_kernel(
             l_i = l_i * alpha + tl.sum(sums_of_weights * weights, 0)
             acc = acc * alpha[:, None] + tl.sum(sums * weights[:, None], 0)[None, :]
             m_i = m_new
-        packed: tl.constexpr = cu_seqlens_q_ptr is not None
-        store_rows(acc, l_i, m_i, rows, first_column, b, hk, first_q, n_queries, outputs, packed, c)
+        PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
+        store_rows(acc, l_i, m_i, rows, first_column, b, hk, first_q, n_queries, outputs, PACKED, c)
 
 
 @triton.jit(do_not_specialize=_RUNTIME, do_not_specialize_on_alignment=_UNALIGNED)
@@ -214,8 +215,8 @@ def _combine_in_order_kernel(
                 l_chunk = tl.sum(tl.where(is_chunk, l_chunks, 0.0), 0) + tl.zeros([1], tl.float32)
                 acc_chunk = tl.sum(tl.where(is_chunk[:, None], acc_chunks, 0.0), 0)[None, :]
                 m_i, l_i, acc = add_chunk(m_i, l_i, acc, m_chunk, l_chunk, acc_chunk)
-        packed: tl.constexpr = cu_seqlens_q_ptr is not None
-        store_rows(acc, l_i, m_i, rows, 0, b, tile_and_head % heads_kv, first_q, n_queries, outputs, packed, c)
+        PACKED: tl.constexpr = cu_seqlens_q_ptr is not None
+        store_rows(acc, l_i, m_i, rows, 0, b, tile_and_head % heads_kv, first_q, n_queries, outputs, PACKED, c)
 
 
 # Constants that only `_decode_kernel` reads, to load keys and form scores; and `one_round`, which spares its loop a
@@ -239,9 +240,7 @@ def combine_launch(
     heads_in_parallel: int,
 ) -> Launch:  # fmt: skip
     """The launch that merges what `programs` programs of `_decode_kernel` with these arguments leave."""
-    rows = rows_per_tile(problem, config)
-    n_shares = programs // heads_in_parallel
-    rows_per_program = 1
+    rows, rows_per_program = rows_per_tile(problem, config), 1
     if c.chunks_apart:
         kernel = _combine_in_order_kernel
         grid: int | tuple[int, int, int] = programs // arguments["chunks_per_tile"] * rows
@@ -256,10 +255,8 @@ def combine_launch(
         rows_per_program = min(combined_rows(rows * column_blocks * shared), rows)
         grid = cdiv(rows, rows_per_program) * column_blocks, heads_in_parallel, shared // heads_in_parallel
         constants = _combine_constants(problem, c, by_tile, columns, max(8, COMBINED_ELEMENTS // columns))
-    kernel_arguments = arguments | {"n_shares": n_shares, "rows_per_program": rows_per_program}
-    kernel_arguments = {name: kernel_arguments[name] for name in kernel.arg_names if name in kernel_arguments}
-    more_options = {"launch_pdl": True} if c.overlap else {}
-    if problem.batch_invariant:
-        more_options |= FIXED_ORDER_OPTIONS
+    arguments = arguments | {"n_shares": programs // heads_in_parallel, "rows_per_program": rows_per_program}
     # Programs of one warp all fit beside `_decode_kernel`, and wait there with everything known but the sums.
-    return Launch(kernel, grid, kernel_arguments, {"c": constants}, {"num_warps": 1, **more_options})
+    options = {"num_warps": 1, **({"launch_pdl": True} if c.overlap else {})}
+    options |= FIXED_ORDER_OPTIONS if problem.batch_invariant else {}
+    return Launch(kernel, grid, arguments_among(kernel, arguments), {"c": constants}, options)

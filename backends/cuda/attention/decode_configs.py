@@ -50,24 +50,11 @@ def feature_blocks(head_dim: int) -> tuple[int, int]:
 # fits is taken. Decoding waits for memory, so the number of bytes in flight counts, not the size of a tile. Registers
 # suffice for the row's number of programs.
 _ROWS: tuple[tuple[int, int, int, int, int], ...] = (
-    (64, 128, 4, 3, 2),
-    (64, 64, 4, 4, 2),
-    (64, 64, 4, 3, 2),
-    (64, 32, 4, 2, 2),
-    (64, 16, 4, 1, 2),
-    (128, 64, 4, 3, 2),
-    (128, 64, 4, 2, 2),
-    (128, 32, 4, 2, 2),
-    (128, 16, 4, 1, 2),
-    (256, 32, 4, 3, 2),
-    (256, 32, 4, 2, 2),
-    (256, 16, 4, 2, 2),
-    (256, 16, 4, 2, 1),
-    (1024, 32, 8, 3, 1),
-    (1024, 32, 8, 2, 1),
-    (1024, 16, 8, 2, 1),
-    (1024, 16, 8, 1, 1),
-)
+    (64, 128, 4, 3, 2), (64, 64, 4, 4, 2), (64, 64, 4, 3, 2), (64, 32, 4, 2, 2), (64, 16, 4, 1, 2),
+    (128, 64, 4, 3, 2), (128, 64, 4, 2, 2), (128, 32, 4, 2, 2), (128, 16, 4, 1, 2),
+    (256, 32, 4, 3, 2), (256, 32, 4, 2, 2), (256, 16, 4, 2, 2), (256, 16, 4, 2, 1),
+    (1024, 32, 8, 3, 1), (1024, 32, 8, 2, 1), (1024, 16, 8, 2, 1), (1024, 16, 8, 1, 1),
+)  # fmt: skip
 # Rows that come first for a float8 cache: its blocks are half as large, and instructions take more time than memory.
 _FLOAT8_ROWS: tuple[tuple[int, int, int, int, int], ...] = ((128, 128, 4, 3, 2),)
 TURING_BLOCK_N = 16  # with more keys, products in registers spill
@@ -189,11 +176,8 @@ def _config_for_kind(problem: KVCacheProblem, block_m: int) -> DecodeConfig | No
         if _is_turing(problem) and block_n > TURING_BLOCK_N:
             continue
         shared = shared_bytes(problem, block_m, block_n, stages)
-        if (
-            width <= widest
-            and shared <= spec.shared_per_block
-            and programs_per_sm * (shared + RESERVED) <= spec.shared_per_sm
-        ):
+        fits = shared <= spec.shared_per_block and programs_per_sm * (shared + RESERVED) <= spec.shared_per_sm
+        if fits and width <= widest:
             if block_m > MMA_BLOCK_M:  # larger blocks spill
                 block_n, warps = (32, 8) if width > 64 else (64, 4)
             return DecodeConfig(block_m, block_n, warps, stages, programs_per_sm)

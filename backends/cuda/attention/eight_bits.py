@@ -93,10 +93,10 @@ def tile_scores(s, scale_log2, factors, start_n, c: tl.constexpr):
 
 @triton.jit
 def final_sums(sums, scale, offset, pointers, position, rows, mask, c: tl.constexpr):
-    """Return (acc, l_i, m_i) after the KV loop, with the factor and the mean of v, and with the rows' offsets of scores
-    if the loop left them out.
+    """Return the sums (acc, l_i, m_i) of the KV loop with the factor and the mean of v.
 
-    `position`: (sample, KV head, KV heads). `rows` [BLOCK_M]: positions of the queries.
+    Unless scores are ADJUSTED, the loop has left out the rows' offsets, which are added to m_i here. `position`:
+    (sample, KV head, KV heads). `rows` [BLOCK_M]: positions of the queries.
     """
     acc, l_i, m_i = sums
     v_descale_ptr, v_mean_ptr = pointers

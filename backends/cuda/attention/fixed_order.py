@@ -51,16 +51,9 @@ def sums_by_lane(p):
     N: tl.constexpr = p.shape[1]
     even, odd = tl.split(tl.reshape(p, (N_ROWS, N // 2, 2)))
     x = tl.permute(tl.reshape(even + odd, (N_ROWS, N // 8, 4)), (0, 2, 1))
-    if N >= 256:
-        x = _first_plus_second_half(x)
-    if N >= 128:
-        x = _first_plus_second_half(x)
-    if N >= 64:
-        x = _first_plus_second_half(x)
-    if N >= 32:
-        x = _first_plus_second_half(x)
-    if N >= 16:
-        x = _first_plus_second_half(x)
+    for i in tl.static_range(5):
+        if 256 >> i <= N:
+            x = _first_plus_second_half(x)
     return tl.reshape(x, (N_ROWS, 4))
 
 

@@ -17,8 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.cuda.attention.block_info import key_ranges, masked_keys
-from diyfa.backends.cuda.attention.block_mask import kept_pairs, listed, listed_keys, mask_view
+from diyfa.backends.cuda.attention.block_mask import kept_pairs, key_loops, listed
 from diyfa.backends.cuda.attention.clear import clear_others, clearing_programs
 from diyfa.backends.cuda.attention.configs import AttentionConfig, key_columns, schedule
 from diyfa.backends.cuda.attention.dots import dot, dot_add, dot_float8, round_to
@@ -33,6 +32,7 @@ from diyfa.backends.cuda.attention.launch import (
     input_arguments,
     interleaved_heads,
     is_settled,
+    pointers,
     softmax_scale,
     strides,
     tile_constants,
@@ -118,11 +118,10 @@ def _attend_blocks(
     keys, values, row0, blocks, mask, block_mask, score, dropout, factors,
     MASKED: tl.constexpr, FORM: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Attend to keys [start, end) of `blocks` = (start, end, gap_at, gap), and return the sums.
+    """Attend to the keys of `blocks`, and return the sums. `blocks`, `block_mask`: as `key_loops` returns them.
 
-    MASKED: compare positions, and omit a gap of `gap` keys at `gap_at` (`masked_keys`). Otherwise every query sees all
-    keys of the blocks. With a block mask (c.MASK_K), [start, end) are positions in a list, `block_mask` is (list,
-    view), and MASKED applies the mask's bits. `factors`: those of float8 and int8 (`query_factors`).
+    MASKED: compare positions, and with a block mask (c.MASK_K) apply its bits. Otherwise every query sees all keys.
+    `factors`: those of float8 and int8 (`query_factors`).
     """
     acc, l_i, m_i = sums
     start, end, gap_at, gap = blocks
@@ -199,6 +198,12 @@ def _fwd_kernel(
     keep_scale,  # 1 / (1 - p) of the dropout
     c: tl.constexpr,
 ):  # fmt: skip
+    """Compute out and lse of BLOCK_M queries of a head; packed, the last programs clear rows of no sequence instead.
+
+    1. Find the head, the sequence and its lengths, and load the queries.
+    2. Attend to the blocks of keys that all these queries see, then to those that a mask or the sequence's end cuts.
+    3. Add the sink, normalise, and write out and lse.
+    """
     blocks_m = tl.cdiv(seqlen_q, c.BLOCK_M)
     pid = tl.program_id(0)
     if c.LENGTHS == PACKED:
@@ -228,21 +233,10 @@ def _fwd_kernel(
     keys = head_view(k_ptr, strides_k, k_position, c.FORM, c)
     values = head_view(v_ptr, strides_v, k_position, c.FORM, c)
     q = load_tile(queries, row0, c.BLOCK_M, c.HEAD_DIM, c.BLOCK_D, True, c.FORM, c)
-    blocks = key_ranges(row0, mask, c)
-    _, full_begin, full_end, _ = blocks
-    masked = masked_keys(blocks, c)
-    block_mask = (0, 0)
+    mask_tensors = (mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh)
+    full, masked, block_mask = key_loops(row0, mask, mask_tensors, b, h, seqlen_q, seqlen_k, c)
     # Full blocks of a block mask are read in EDGE_FORM, too, if sequences may end in them.
     FULL_FORM: tl.constexpr = c.EDGE_FORM if c.MASK_K != 0 else c.FORM
-    if c.MASK_K:
-        tensors = (mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh)
-        view = mask_view(tensors, b, h, seqlen_q, seqlen_k, c)
-        list_ptr, full_end, end = listed_keys(view, row0, c)
-        if c.LENGTHS != EQUAL:  # query blocks beyond a sample's end see no key
-            full_end = tl.where(row0 < n_queries, full_end, 0)
-            end = tl.where(row0 < n_queries, end, 0)
-        masked = (full_end, end, 0, 0)
-        block_mask = (list_ptr, view)
 
     per_head = (per_head_ptr, stride_per_headb)
     bias = (attn_bias_ptr, stride_biasb, stride_biash, stride_biasm, stride_biasn)
@@ -256,12 +250,9 @@ def _fwd_kernel(
         factors = query_factors(q, pointers, (b, h, hk, row0), (heads_q, heads_kv, seqlen_q, seqlen_k), c)
     row_words = position_words(*row_keys, offs_m) if c.DROPOUT else row_keys
     dropout = (row_words, column_keys, threshold)
-    sums = (
-        tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32),
-        tl.zeros([c.BLOCK_M], tl.float32),
-        tl.full([c.BLOCK_M], LOWEST, tl.float32),
-    )
-    full = (full_begin, full_end, 0, 0)
+    acc = tl.zeros([c.BLOCK_M, c.BLOCK_DV], tl.float32)
+    l_i = tl.zeros([c.BLOCK_M], tl.float32)
+    sums = (acc, l_i, tl.full([c.BLOCK_M], LOWEST, tl.float32))
     if FULL_FORM == c.FORM:
         sums = _attend_blocks(
             sums, q, keys, values, row0, full, mask, block_mask, score, dropout, factors, False, c.FORM, c
@@ -319,10 +310,8 @@ def constants(problem: AttentionProblem, config: AttentionConfig, negate: bool) 
     """Return the kernel's constants."""
     eight_bits = problem.dtype in EIGHT_BITS
     weight_shift = WEIGHT_SHIFT.get(problem.value_dtype or problem.dtype, 0) if eight_bits else 0
-    shared = tile_constants(problem, config)
-    return ForwardConstants.read_from(
-        problem, config, **shared, negate=negate, eight_bits=eight_bits, weight_shift=weight_shift
-    )
+    given = tile_constants(problem, config) | {"eight_bits": eight_bits, "weight_shift": weight_shift}
+    return ForwardConstants.read_from(problem, config, **given, negate=negate)
 
 
 def make_launch(
@@ -336,8 +325,7 @@ def make_launch(
     blocks, heads = cdiv(problem.seqlen_q, m), problem.batch * problem.heads_q
     values = {
         **input_arguments(problem, config, q=(q, m, block_d), k=(k, n, block_d), v=(v, n, block_dv)),
-        "o_ptr": out,
-        "lse_ptr": lse,
+        **pointers(o=out, lse=lse),
         "batch": problem.batch,
         **strides(problem.layout, q=q, k=k, v=v, o=out),
         **feature_arguments(problem, tensors, scale),

@@ -16,10 +16,17 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.block_info import query_ranges
-from diyfa.backends.cuda.attention.configs import AttentionConfig, portable_config
+from diyfa.backends.cuda.attention.configs import AttentionConfig, portable_config, schedule
 from diyfa.backends.cuda.attention.dots import dot, round_to
 from diyfa.backends.cuda.attention.fwd import constants
-from diyfa.backends.cuda.attention.launch import RUNTIME_SIZES, UNALIGNED_POINTERS, softmax_scale, strides
+from diyfa.backends.cuda.attention.launch import (
+    RUNTIME_SIZES,
+    UNALIGNED_POINTERS,
+    fields_of,
+    pointers,
+    softmax_scale,
+    strides,
+)
 from diyfa.backends.cuda.attention.scores import visible_pairs
 from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import LN2, LOG2E, head_view, load_tile, store_tile
@@ -114,27 +121,17 @@ def make_launch(problem: AttentionProblem, tensors: AttentionTensors, out: torch
     rows = (problem.batch, problem.heads_q, problem.seqlen_q)
     scale, negate = softmax_scale(problem, tensors.sm_scale)
     tile = config(problem)
+    running = q.new_empty((*rows, problem.head_dim_v), dtype=torch.float32)
+    maxima = q.new_empty(rows, dtype=torch.float32)
     arguments = {
-        "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
-        "seq_lens_ptr": tensors.seq_lens,
-        "running_ptr": q.new_empty((*rows, problem.head_dim_v), dtype=torch.float32),
-        "o_ptr": out,
-        "m_ptr": q.new_empty(rows, dtype=torch.float32),
-        "lse_ptr": lse,
+        **pointers(q=q, k=k, v=v, seq_lens=tensors.seq_lens, running=running, o=out, m=maxima, lse=lse),
         **strides(problem.layout, q=q, k=k, v=v, o=out),
-        "heads_q": problem.heads_q,
+        **fields_of(problem, "heads_q", "seqlen_q", "seqlen_k", "window_left", "window_right"),
         "group": problem.heads_q // problem.heads_kv,
-        "seqlen_q": problem.seqlen_q,
-        "seqlen_k": problem.seqlen_k,
-        "window_left": problem.window_left,
-        "window_right": problem.window_right,
         "scale": scale,
     }
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    grid = problem.batch * problem.heads_q
-    return Launch(_fwd_v1_kernel, grid, arguments, {"c": constants(problem, tile, negate)}, options)
+    c, grid = constants(problem, tile, negate), problem.batch * problem.heads_q
+    return Launch(_fwd_v1_kernel, grid, arguments, {"c": c}, schedule(tile))
 
 
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:

@@ -1,4 +1,4 @@
-"""Common code of the attention launchers: arguments, constants and tile of a call, and `Kernel.launch` and `repeat`.
+"""Common code of the launchers: arguments, constants and tile of an attention call, `Kernel.launch` and `repeat`.
 
 A kernel's file has a function `describe(problem, tensors, results…) -> Pass`. `launching` and its relatives, at the end
 of this file, make `Kernel.launch` and `Kernel.repeat` of it.
@@ -19,7 +19,6 @@ from diyfa.backends.cuda.attention.block_mask import mask_strides
 from diyfa.backends.cuda.attention.configs import (
     AttentionConfig,
     candidates,
-    edge_tile_form,
     key_columns,
     reads_rows,
     size_facts,
@@ -27,7 +26,7 @@ from diyfa.backends.cuda.attention.configs import (
 )
 from diyfa.backends.cuda.attention.dropout import keep_threshold
 from diyfa.backends.cuda.attention.score_functions import SPELLING
-from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_constant, padded_head_dim
+from diyfa.backends.cuda.attention.tile_io import PORTABLE, cdiv, lengths_constant, padded_head_dim
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
@@ -43,6 +42,7 @@ from diyfa.problem import (
     KVCacheProblem,
     KVCacheTensors,
     Launch,
+    MatmulTensors,
     NewKeys,
     bhsd_strides,
     cached_per_problem,
@@ -53,8 +53,7 @@ from diyfa.tuning import bucket_size
 
 _forced: dict[str, Any] = {}  # kind of kernel -> config, or function of the problem, inside `use_config`
 BackwardReplay = Callable[..., list[torch.Tensor | None] | None]
-Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys)
-
+Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys, MatmulTensors)
 
 # Sizes and strides with which a bias is read and its gradient written. If all are multiples of 16, kernels are compiled
 # for that: their loops have a sixth fewer instructions.
@@ -64,9 +63,8 @@ BIAS_SIZES_AND_STRIDES = (
 # Numbers and strides that kernels are not specialised for. The alignment of tensors that are read one number at a time
 # changes nothing.
 RUNTIME_SIZES = (
-    "stride_per_headb", "stride_maskb", "stride_maskh", "total_q", "total_k", "window_left",
-    "window_right", "threshold",
-    "interleaved_heads",
+    "stride_per_headb", "stride_maskb", "stride_maskh", "total_q", "total_k", "window_left", "window_right",
+    "threshold", "interleaved_heads",
     "group",  # a variant for 1 has no loop over heads; ptxas serialises its wgmma in the dK/dV kernel (C7515)
 )  # fmt: skip
 SINKS_GRADIENT = [x.name for x in GRADIENTS].index("sinks")
@@ -96,16 +94,35 @@ def positive_scale(sm_scale: float) -> float:
     return scale if scale > torch.finfo(torch.float32).tiny else 1e-30
 
 
-def bias_strides(problem: AttentionProblem, bias: torch.Tensor | None) -> tuple[int, int, int, int]:
+def pointers(**tensors: Any) -> dict[str, Any]:
+    """Return the arguments `q_ptr`, ... of tensors named q, ..."""
+    return {f"{name}_ptr": x for name, x in tensors.items()}
+
+
+def fields_of(source: Any, *names: str) -> dict[str, Any]:
+    """Return the arguments that are the fields of these names of a problem or of its tensors."""
+    return {name: getattr(source, name) for name in names}
+
+
+_BIAS_STRIDES = ("stride_biasb", "stride_biash", "stride_biasm", "stride_biasn")
+
+
+def bias_strides(problem: AttentionProblem, bias: torch.Tensor | None) -> dict[str, int]:
     """Return the strides of attn_bias over (B, H, Sq, Sk), 0 for dimensions that are broadcast or have size 1.
 
     The stride of a dimension of size 1 has no meaning, and kernels must not be compiled for its value.
     """
     if bias is None:
-        return 0, 0, 0, 0
+        return dict.fromkeys(_BIAS_STRIDES, 0)
     full = bias.expand(problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    b, h, m, n = (0 if size == 1 else stride for size, stride in zip(full.shape, full.stride(), strict=True))
-    return b, h, m, n
+    strides = (0 if size == 1 else stride for size, stride in zip(full.shape, full.stride(), strict=True))
+    return dict(zip(_BIAS_STRIDES, strides, strict=True))
+
+
+def dlse_strides(dlse: torch.Tensor | None) -> dict[str, int]:
+    """Return the strides of the gradient of the log-sum-exp, (B, H, Sq) or (H, Tq), 0 for None."""
+    b, h, m = (0, 0, 0) if dlse is None else (0, *dlse.stride())[-3:]
+    return {"stride_dlb": b, "stride_dlh": h, "stride_dlm": m}
 
 
 KEYS = frozenset({"k", "v", "dk", "dv", "kc", "vc"})  # names of tensors whose rows are keys
@@ -134,24 +151,14 @@ _optional_tensors = attrgetter(*[x.name for x in TENSORS])
 
 def feature_arguments(problem: AttentionProblem, tensors: AttentionTensors, scale: float) -> dict[str, Any]:
     """Return the arguments of attention kernels for features: optional tensors, their strides, sizes and factors."""
-    bias_b, bias_h, bias_m, bias_n = bias_strides(problem, tensors.attn_bias)
     return {
         **dict(zip(_POINTERS, _optional_tensors(tensors), strict=True)),
-        "per_head_ptr": tensors.alibi_slopes,
+        **pointers(per_head=tensors.alibi_slopes),
         "stride_per_headb": per_head_stride(tensors.alibi_slopes),
-        "stride_biasb": bias_b,
-        "stride_biash": bias_h,
-        "stride_biasm": bias_m,
-        "stride_biasn": bias_n,
+        **bias_strides(problem, tensors.attn_bias),
         **mask_strides(tensors),
-        "heads_q": problem.heads_q,
+        **fields_of(problem, "heads_q", "seqlen_q", "seqlen_k", "total_q", "total_k", "window_left", "window_right"),
         "group": problem.heads_q // problem.heads_kv,
-        "seqlen_q": problem.seqlen_q,
-        "seqlen_k": problem.seqlen_k,
-        "total_q": problem.total_q,
-        "total_k": problem.total_k,
-        "window_left": problem.window_left,
-        "window_right": problem.window_right,
         "scale": scale,
         "softcap": problem.softcap,
         "threshold": keep_threshold(tensors.dropout_p),
@@ -179,34 +186,24 @@ def interleaved_heads(
 def cache_arguments(problem: KVCacheProblem, tensors: KVCacheTensors) -> dict[str, Any]:
     """Return the arguments of portable kernels for a KV cache: tables, lengths and sizes, with strides."""
     table, kd, vd = tensors.block_table, tensors.k_descale, tensors.v_descale
+    stride_kdb, stride_kdh = (0, 0) if kd is None else kd.stride()
+    stride_vdb, stride_vdh = (0, 0) if vd is None else vd.stride()
     return {
-        "seqlens_ptr": tensors.seqlens,
-        "block_table_ptr": table,
-        "cache_batch_idx_ptr": tensors.cache_batch_idx,
-        "k_descale_ptr": kd,
-        "v_descale_ptr": vd,
+        **pointers(**fields_of(tensors, "seqlens", "block_table", "cache_batch_idx", "k_descale", "v_descale")),
         "stride_table": 0 if table is None else table.stride(0),
-        "stride_kdb": 0 if kd is None else kd.stride(0),
-        "stride_kdh": 0 if kd is None else kd.stride(1),
-        "stride_vdb": 0 if vd is None else vd.stride(0),
-        "stride_vdh": 0 if vd is None else vd.stride(1),
-        "heads_kv": problem.heads_kv,
-        "seqlen_q": problem.seqlen_q,
+        "stride_kdb": stride_kdb, "stride_kdh": stride_kdh, "stride_vdb": stride_vdb, "stride_vdh": stride_vdh,
+        **fields_of(problem, "heads_kv", "seqlen_q", "capacity"),
         "length": tensors.length,
         "entries": tensors.k_cache.shape[0],
-        "capacity": problem.capacity,
-    }
+    }  # fmt: skip
 
 
 def tile_descriptor(x: torch.Tensor, layout: str, block_rows: int, block_d: int) -> Tiles:
     """Return `x` in the order (batch, head, row, feature), for TMA copies of tiles [block_rows, block_d] of a head."""
+    sizes, steps, order = tuple(x.shape), x.stride(), LAYOUTS.get(layout, (0, 2, 1, 3))
     if layout == VARLEN:  # all sequences are one sample
-        rows, heads, features = x.shape
-        shape, strides = (1, heads, rows, features), (rows * x.stride(0), x.stride(1), x.stride(0), 1)
-    else:
-        b, h, m, d = LAYOUTS[layout]
-        sizes, steps = x.shape, x.stride()
-        shape, strides = (sizes[b], sizes[h], sizes[m], sizes[d]), (steps[b], steps[h], steps[m], steps[d])
+        sizes, steps = (1, *sizes), (sizes[0] * steps[0], *steps)
+    shape, strides = (tuple([values[i] for i in order]) for values in (sizes, steps))
     return Tiles(x, shape, strides, shared_box(x.dtype, (1, 1, block_rows, block_d)))
 
 
@@ -268,6 +265,8 @@ class AttentionConstants(Constants):
     block_d: int  # features of k and of v, padded
     block_dv: int
     precision: str  # how fp32 operands are multiplied: "ieee"
+    mask_q: int  # queries and keys of a block of the block mask, 0 without one
+    mask_k: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,13 +274,12 @@ class TileConstants(AttentionConstants):
     """Constants of kernels that read tiles in a form of tile_io.py."""
 
     form: int
-    edge_form: int  # form for masked blocks
-    mask_q: int  # queries and keys of a block of the block mask, 0 without one
-    mask_k: int
+    edge_form: int  # form for blocks that a mask cuts
 
 
 def attention_constants(problem: AttentionProblem) -> dict[str, Any]:
     """Return the fields of `AttentionConstants` that are no fields of the problem or the config."""
+    mask_q, mask_k = problem.mask or (0, 0)
     return {
         "has_left": problem.window_left >= 0,
         "has_right": problem.window_right >= 0,
@@ -292,19 +290,16 @@ def attention_constants(problem: AttentionProblem) -> dict[str, Any]:
         "block_d": key_columns(problem),
         "block_dv": padded_head_dim(problem.head_dim_v),
         "precision": "ieee",
+        "mask_q": mask_q,
+        "mask_k": mask_k,
     }
 
 
 def tile_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[str, Any]:
     """Return the fields of `TileConstants` that are no fields of the problem or the config."""
-    forms = {"form": tile_form(config), "edge_form": edge_tile_form(problem, config)}
-    return attention_constants(problem) | forms | mask_constants(problem)
-
-
-def mask_constants(problem: AttentionProblem) -> dict[str, Any]:
-    """Return the constants `mask_q` and `mask_k`."""
-    mask_q, mask_k = problem.mask or (0, 0)
-    return {"mask_q": mask_q, "mask_k": mask_k}
+    form = tile_form(config)
+    edge_form = PORTABLE.value if reads_rows(problem, config) else form
+    return attention_constants(problem) | {"form": form, "edge_form": edge_form}
 
 
 @contextmanager
@@ -341,31 +336,18 @@ def forced_config(kind: str, problem: Any) -> Any:
 @cached_per_problem
 def _bucket(problem: AttentionProblem) -> tuple[object, ...]:
     """Return the tuner's key: all that the choice of a tile depends on, with size classes of lengths and batch."""
+    heads, group, window = problem.batch * problem.heads_q, problem.heads_q // problem.heads_kv, problem.window_left + 1
+    sizes = [bucket_size(n) for n in (heads, group, problem.seqlen_q, problem.seqlen_k)]
     return (
-        problem.dtype,
-        problem.layout,
-        bucket_size(problem.batch * problem.heads_q),
-        bucket_size(problem.heads_q // problem.heads_kv),
-        bucket_size(problem.seqlen_q),
-        bucket_size(problem.seqlen_k),
-        problem.head_dim,
-        problem.head_dim_v,
-        tuple(sorted(problem.features)),
-        bucket_size(problem.window_left + 1),
-        problem.aligned,
-        problem.bias,
-        problem.value_dtype,
-        problem.mask,
-        size_facts(problem),
-    )
+        problem.dtype, problem.layout, *sizes, problem.head_dim, problem.head_dim_v, tuple(sorted(problem.features)),
+        bucket_size(window), problem.aligned, problem.bias, problem.value_dtype, problem.mask, size_facts(problem),
+    )  # fmt: skip
 
 
 def tuned_launches(
-    kind: str,
-    problem: AttentionProblem,
-    make_launches: Callable[[AttentionConfig], list[Launch]],
+    kind: str, problem: AttentionProblem, make_launches: Callable[[AttentionConfig], list[Launch]],
     before: Sequence[Launch] = (),
-) -> list[Launch]:
+) -> list[Launch]:  # fmt: skip
     """Return `make_launches(tile)` with the tile for this problem's bucket.
 
     The tile is measured once if tuning is possible, else it is the table's. A deterministic problem always has the
@@ -410,24 +392,24 @@ def _distinct_objects(tensors: Tensors) -> Tensors:
 
 
 def launching(describe: Callable[..., Pass]) -> Callable[..., None]:
-    """Return `Kernel.launch` of a forward pass, a pass over a cache, or an append. `describe` makes its pass."""
+    """Return `Kernel.launch` of an operation without a backward pass. `describe` makes its pass."""
 
     def launch(problem: Any, tensors: Any, *results: Any) -> None:
-        with on_device(tensors.q):
+        with on_device(tensors[0]):
             launch_each(describe(problem, tensors, *results).launches)
 
     return launch
 
 
 def repeating(describe: Callable[..., Pass], over_cache: bool = False) -> Callable[..., Replay | None]:
-    """Return `Kernel.repeat` of a forward pass, or of a pass over a cache."""
+    """Return `Kernel.repeat` of a forward pass, of a pass over a cache, or of a matrix product."""
 
-    def repeat(problem: Any, tensors: Any, out: torch.Tensor, lse: torch.Tensor) -> Replay | None:
-        tensors, out = _distinct_objects(tensors), out.detach()
-        with on_device(out):
-            described = describe(problem, tensors, out, lse)
+    def repeat(problem: Any, tensors: Any, *results: torch.Tensor) -> Replay | None:
+        tensors, outputs = _distinct_objects(tensors), [x.detach() for x in results]
+        with on_device(outputs[0]):
+            described = describe(problem, tensors, *outputs)
         inputs = tensors.present() if described.inputs is None else described.inputs
-        return make_replay(described, inputs, [out, lse], choice, ("length",) if over_cache else (), over_cache)
+        return make_replay(described, inputs, outputs, choice, ("length",) if over_cache else (), over_cache)
 
     return repeat
 
@@ -437,9 +419,8 @@ def repeating_append(describe: Callable[..., Pass]) -> Callable[..., Replay | No
 
     def repeat(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Replay | None:
         tensors, new = _distinct_objects(tensors), _distinct_objects(new)
-        return make_replay(
-            describe(problem, tensors, new), [*tensors.present(), *new.present()], (), choice, ("length",)
-        )
+        inputs = [*tensors.present(), *new.present()]
+        return make_replay(describe(problem, tensors, new), inputs, (), choice, ("length",))
 
     return repeat
 
@@ -448,14 +429,9 @@ def launching_backward(describe: Callable[..., Pass]) -> Callable[..., None]:
     """Return `Kernel.launch` of a backward pass. PyTorch's operators compute the gradient of sinks."""
 
     def launch(
-        problem: AttentionProblem,
-        tensors: AttentionTensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        gradients: AttentionGradients,
-    ) -> None:
+        problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+        dlse: torch.Tensor | None, gradients: AttentionGradients,
+    ) -> None:  # fmt: skip
         with on_device(tensors.q):
             gradients, delta = _with_delta(gradients, lse)
             described = describe(problem, tensors, out, lse, dout, dlse, gradients)
@@ -473,14 +449,9 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
     """Return `Kernel.repeat` of a backward pass, for calls in which no optional tensor but sinks needs a gradient."""
 
     def repeat(
-        problem: AttentionProblem,
-        tensors: AttentionTensors,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        dout: torch.Tensor,
-        gradients: AttentionGradients,
-        owners: Sequence[torch.Tensor],
-    ) -> BackwardReplay | None:
+        problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+        gradients: AttentionGradients, owners: Sequence[torch.Tensor],
+    ) -> BackwardReplay | None:  # fmt: skip
         # `Pass.finish` is not repeated, and the partial sums are large.
         if any(getattr(gradients, x.gradient) is not None for x in GRADIENTS if x.gradient != "dsinks"):
             return None
@@ -499,7 +470,8 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
 
         def run_again(addresses: list[int], saved: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
             """`saved`: tensors of another call, as `inputs` of the first but dout. `addresses`: of these and dout."""
-            # q, k and v are aligned as in the first call: that is in the key.
+            # q, k and v are aligned as in the first call: that is in the key. Optional tensors are read one number at a
+            # time: their alignment does not matter.
             if (addresses[3] | addresses[4] | addresses[-1]) & 15 or [x.stride() for x in saved] != first_strides:
                 return None
             results = replay(addresses)  # the owners, delta if there is one, and the pass's memory

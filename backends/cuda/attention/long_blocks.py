@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.block_mask import mask_strides
+from diyfa.backends.cuda.attention.launch import pointers
+from diyfa.backends.cuda.attention.tile_io import cdiv
 from diyfa.problem import AttentionProblem, AttentionTensors, Launch
 
 BLOCK = tl.constexpr(128)  # key blocks at a time
@@ -89,15 +91,11 @@ def long_blocks_launch(
 ) -> Launch:
     """Return the launch that fills `long_blocks`, whose first number is 0. `sizes`: arguments of the main kernel."""
     heads_kv = problem.heads_q // sizes["group_size"]
+    nq, nk = cdiv(problem.seqlen_q, problem.mask[0]), cdiv(problem.seqlen_k, problem.mask[1])
     arguments = {
-        "mask_blocks_ptr": tensors.mask_blocks,
-        "long_blocks_ptr": long_blocks,
+        **pointers(mask_blocks=tensors.mask_blocks, long_blocks=long_blocks),
         **mask_strides(tensors),
-        "heads": problem.batch * heads_kv,
-        "heads_kv": heads_kv,
-        "group_size": sizes["group_size"],
-        "nq": -(-problem.seqlen_q // problem.mask[0]),
-        "nk": -(-problem.seqlen_k // problem.mask[1]),
-        "interleaved_heads": sizes["interleaved_heads"],
-    }
+        "heads": problem.batch * heads_kv, "heads_kv": heads_kv, "nq": nq, "nk": nk,
+        "group_size": sizes["group_size"], "interleaved_heads": sizes["interleaved_heads"],
+    }  # fmt: skip
     return Launch(_find_long_blocks_kernel, problem.batch * heads_kv, arguments, {}, {"num_warps": 4})

@@ -1,13 +1,16 @@
 """Quantise q, k or v to float8 or int8 in one to three passes over its rows (`diyfa.quantization`).
 
-1. With `smooth`, `_sum_kernel` adds up chunks of rows, and `_mean_kernel` makes the mean of these sums.
-2. The largest magnitude of all rows that share a descale is measured. With `smooth` and without rotation the kernels of
-   step 1 do it: in a column, x - mean is furthest from 0 at the column's smallest or largest value, so they find these
-   two beside the sum, and no other pass is needed. Rotated rows have other extremes. For these, and without `smooth`,
-   `_quantize_kernel` with MEASURE reads all rows.
-3. `_quantize_kernel` with GIVEN multiplies rows by the descale's reciprocal and rounds them.
+A descale is the largest magnitude of the rows that share it, divided by the dtype's largest number. The passes are
 
-With one descale for each block, one launch with ALONE takes the place of 2 and 3: each program measures its own blocks.
+1. with `smooth`, the mean: `_sum_kernel` adds up chunks of rows, and `_mean_kernel` divides the sum of the chunks;
+2. the largest magnitude: `_quantize_kernel` in mode MEASURE;
+3. the result: `_quantize_kernel` in mode GIVEN multiplies rows by the descale's reciprocal and rounds them.
+
+With `smooth` and without rotation, pass 1 does the work of pass 2. In a column, |x - mean| is largest where x is the
+column's smallest or its largest number. `_sum_kernel` finds both beside the sum, and `_mean_kernel` the magnitude.
+
+With one descale for each block, one launch in mode ALONE takes the place of 2 and 3: each program measures its own
+blocks.
 
 **Rotation.** `_quantize_kernel` rotates the rows that it reads, if asked, then subtracts the mean. Rotation is linear:
 the mean of rotated rows is the rotated mean, so `_mean_kernel` rotates that vector alone. The Hadamard matrix of D
@@ -31,6 +34,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.dots import dot_add, round_to
+from diyfa.backends.cuda.attention.launch import pointers
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import on_device
@@ -44,7 +48,7 @@ ROWS_PER_CHUNK = tl.constexpr(SUMMED_ROWS)
 ROTATED_COLUMNS = 64
 ROTATED_BLOCKS = 4  # blocks that share a program's Hadamard matrix
 PREFETCHED_BYTES = 65536  # for blocks that are copied ahead; with the matrix they fit the shared memory of every GPU
-MEASURE, ALONE, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+MEASURE, ALONE, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # modes
 TENSOR = tl.constexpr(PER_TENSOR)
 SMALLEST = tl.constexpr(SMALLEST_DESCALE)
 PARITIES = tl.constexpr(0x6996)  # bit i is the parity of i's bits
@@ -60,7 +64,7 @@ class QuantizeConstants(Constants):
     block_d: int
     blocks: int  # blocks of a program, one after another
     slice: int  # columns of a slice of the rows: all of them, or with a rotation those of one product
-    mode: int  # MEASURE, ALONE or GIVEN (see above); the kernels of the mean measure with MEASURE only
+    mode: int  # MEASURE, ALONE or GIVEN; the kernels of the mean find the magnitude with MEASURE
     kind: int  # kind of descale: PER_TENSOR, PER_HEAD or PER_BLOCK
     rotate: bool
     smooth: bool
@@ -287,19 +291,11 @@ def constants(x: torch.Tensor, scheme: Scheme, mode: int) -> QuantizeConstants:
     block_d = padded_head_dim(x.shape[3])
     block_m = scheme.block if scheme.kind == PER_BLOCK else 64 if block_d <= 256 else 32
     return QuantizeConstants(
-        head_dim=x.shape[3],
-        block_m=block_m,
-        block_d=block_d,
-        blocks=ROTATED_BLOCKS if scheme.rotate else 1,
-        slice=min(block_d, max(ROTATED_COLUMNS, block_d // 4)) if scheme.rotate else block_d,
-        mode=mode,
-        kind=scheme.kind,
-        rotate=scheme.rotate,
-        smooth=scheme.smooth,
-        integers=scheme.dtype == torch.int8,
-        largest=scheme.largest,
-        precision="ieee",
-    )
+        head_dim=x.shape[3], block_m=block_m, block_d=block_d, blocks=ROTATED_BLOCKS if scheme.rotate else 1,
+        slice=min(block_d, max(ROTATED_COLUMNS, block_d // 4)) if scheme.rotate else block_d, mode=mode,
+        kind=scheme.kind, rotate=scheme.rotate, smooth=scheme.smooth, integers=scheme.dtype == torch.int8,
+        largest=scheme.largest, precision="ieee",
+    )  # fmt: skip
 
 
 def _options(c: QuantizeConstants, itemsize: int) -> dict[str, int]:
@@ -316,16 +312,15 @@ def mean_launches(
 ) -> tuple[Launch, Launch]:
     """Return the launches that fill sums (B, H, chunks, 3, D) of x (B, H, S, D), and from them `mean` (B, H, D).
 
-    If a magnitude is given, they also do what MEASURE does with the smoothed rows.
+    If `magnitude` is given, they also raise it to that of the smoothed rows.
     """
     batch, heads, rows, head_dim = x.shape
     mode = ALONE if magnitude is None else MEASURE
-    kind = PER_TENSOR if magnitude is None else scheme.kind  # PER_BLOCK has rows of its own
+    kind = PER_TENSOR if magnitude is None else scheme.kind  # with PER_BLOCK block_m would be that of the descales
     chunks, c = sums.shape[2], constants(x, scheme._replace(kind=kind), mode.value)
-    b, h, m, _ = x.stride()
     sizes = {"heads": heads, "n_rows": rows, "chunks": chunks}
-    arguments = {"x_ptr": x, "sums_ptr": sums, "stride_xb": b, "stride_xh": h, "stride_xm": m, **sizes}
-    to_mean = {"sums_ptr": sums, "mean_ptr": mean, "magnitude_ptr": magnitude, "group": scheme.group, **sizes}
+    arguments = {**pointers(x=x, sums=sums), **_strides("x", x), **sizes}
+    to_mean = {**pointers(sums=sums, mean=mean, magnitude=magnitude), "group": scheme.group, **sizes}
     to_mean["scale"] = head_dim**-0.5
     return (
         Launch(_sum_kernel, batch * heads * chunks, arguments, {"c": c}, _options(c, x.element_size())),
@@ -333,38 +328,32 @@ def mean_launches(
     )
 
 
+def _strides(name: str, x: torch.Tensor) -> dict[str, int]:
+    """Return the strides of x (B, H, S, D) over samples, heads and rows."""
+    return {f"stride_{name}{dimension}": x.stride(i) for i, dimension in enumerate("bhm")}
+
+
 def make_launch(
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    values: torch.Tensor | None,
-    magnitude: torch.Tensor | None,
-    descale: torch.Tensor | None,
-    scheme: Scheme,
-    mode: int,
-) -> Launch:
+    x: torch.Tensor, mean: torch.Tensor | None, values: torch.Tensor | None, magnitude: torch.Tensor | None,
+    descale: torch.Tensor | None, scheme: Scheme, mode: int,
+) -> Launch:  # fmt: skip
     """Return the launch of `_quantize_kernel` over x (B, H, S, D). `mode`: MEASURE, ALONE or GIVEN."""
     batch, heads, rows, head_dim = x.shape
     c = constants(x, scheme, mode)
-    arguments: dict[str, Any] = {"x_ptr": x, "mean_ptr": mean, "values_ptr": values}
-    arguments |= {"magnitude_ptr": magnitude, "descale_ptr": descale}
-    for name, y in (("x", x), ("v", x if values is None else values)):
-        b, h, m, _ = y.stride()
-        arguments |= {f"stride_{name}b": b, f"stride_{name}h": h, f"stride_{name}m": m}
-    arguments |= {"heads": heads, "n_rows": rows, "group": scheme.group, "scale": head_dim**-0.5}
-    return Launch(
-        _quantize_kernel,
-        batch * heads * cdiv(cdiv(rows, c.block_m), c.blocks),
-        arguments,
-        {"c": c},
-        _options(c, x.element_size()),
-    )
+    arguments: dict[str, Any] = {
+        **pointers(x=x, mean=mean, values=values, magnitude=magnitude, descale=descale),
+        **_strides("x", x),
+        **_strides("v", x if values is None else values),
+        "heads": heads, "n_rows": rows, "group": scheme.group, "scale": head_dim**-0.5,
+    }  # fmt: skip
+    grid = batch * heads * cdiv(cdiv(rows, c.block_m), c.blocks)
+    return Launch(_quantize_kernel, grid, arguments, {"c": c}, _options(c, x.element_size()))
 
 
 def quantize(x: torch.Tensor, values: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Fill `values`, shaped like x (B, H, S, D). Return the descale and the mean (B, H, D)."""
     batch, heads, rows, head_dim = x.shape
-    by_block = scheme.kind == PER_BLOCK
-    mean, magnitude = None, None
+    by_block, mean, magnitude = scheme.kind == PER_BLOCK, None, None
     with on_device(x):
         if by_block:
             descale = x.new_empty((batch, heads, cdiv(rows, scheme.block)), dtype=torch.float32)

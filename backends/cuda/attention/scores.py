@@ -72,21 +72,10 @@ def head_features(b, h, features, c: tl.constexpr):
 @triton.jit
 def captured_pointers(pointer0, pointer1, pointer2, pointer3):
     """Return the pointers of captured tensors, 0 for None: a jit function cannot return that."""
-    if pointer0 is None:
-        pointer0 = 0
-    if pointer1 is None:
-        pointer1 = 0
-    if pointer2 is None:
-        pointer2 = 0
-    if pointer3 is None:
-        pointer3 = 0
-    return pointer0, pointer1, pointer2, pointer3
-
-
-@triton.jit
-def score_without_bias(scale, softcap, slope):
-    """Return the `score` of a kernel without a bias and without a score function."""
-    return scale, (softcap, slope), (0, 0, 0), (0, 0, 0)
+    return (
+        0 if pointer0 is None else pointer0, 0 if pointer1 is None else pointer1,
+        0 if pointer2 is None else pointer2, 0 if pointer3 is None else pointer3,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.build_mask import EMPTY, FULL, WORD, columns_of, lists_launch
+from diyfa.backends.cuda.attention.launch import fields_of, pointers
 from diyfa.backends.cuda.attention.tile_io import cdiv, padded_head_dim
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import on_device
@@ -110,8 +111,8 @@ def _select_kernel(
     key = (offs * c.BLOCK_K)[None, :]
     exists = (block_i < nq)[:, None] & (offs < nk)[None, :]
     eligible = exists & (key <= last) if c.CAUSAL else exists
-    # The first `sinks` key blocks are always on, and so are those on the diagonal with local - 1 on either side of it.
-    # They do not count towards topk.
+    # Always chosen, beside the topk: the first `sinks` key blocks, and with `local` those that the diagonal crosses and
+    # local - 1 on either side of them.
     margin = (local - 1) * c.BLOCK_K
     is_near = (local > 0) & (key + c.BLOCK_K + margin > first) & (key - margin <= last)
     chosen = eligible & ((offs < sinks)[None, :] | is_near)
@@ -170,22 +171,22 @@ def make_launches(
     means_k = q.new_empty((batch * k.shape[1], head_dim, nk), dtype=torch.float32)
     launches = []
     for x, means, block in ((q, means_q, how.block[0]), (k, means_k, how.block[1])):
-        stride_b, stride_h, stride_m, _ = x.stride()
+        b, h, m, _ = x.stride()
         arguments = {
-            "x_ptr": x, "means_ptr": means, "stride_xb": stride_b, "stride_xh": stride_h, "stride_xm": stride_m,
-            "heads": x.shape[1], "rows": x.shape[2],
+            **pointers(x=x, means=means), "stride_xb": b, "stride_xh": h, "stride_xm": m, "heads": x.shape[1],
+            "rows": x.shape[2],
         }  # fmt: skip
-        constants = {"BLOCK": block, "c": c}
-        launches.append(Launch(_means_kernel, means.shape[0] * means.shape[2], arguments, constants, {"num_warps": 4}))
+        grid = means.shape[0] * means.shape[2]
+        launches.append(Launch(_means_kernel, grid, arguments, {"BLOCK": block, "c": c}, {"num_warps": 4}))
+    lengths = {"seqlen_q": sizes[0], "seqlen_k": sizes[1]}
     arguments = {
-        "means_q_ptr": means_q, "means_k_ptr": means_k, "blocks_ptr": blocks, "heads": heads,
-        "group": heads // k.shape[1], "seqlen_q": sizes[0], "seqlen_k": sizes[1], "topk": how.topk,
-        "sinks": how.sinks, "local": how.local, "length": list_length(nq, nk),
+        **pointers(means_q=means_q, means_k=means_k, blocks=blocks), **fields_of(how, "topk", "sinks", "local"),
+        **lengths, "heads": heads, "group": heads // k.shape[1], "length": list_length(nq, nk),
     }  # fmt: skip
     grid = batch * heads * cdiv(nq, BLOCK_M)
     launches.append(Launch(_select_kernel, grid, arguments, {"c": c}, {"num_warps": 8}))
     if c.edges:
-        at = {"bits_ptr": bits, "seqlen_q": sizes[0], "seqlen_k": sizes[1]}
+        at = {"bits_ptr": bits, **lengths}
         launches.append(Launch(_edge_bits_kernel, nq * c.edges, at, {"c": c}, {"num_warps": 4}))
     return [*launches, lists_launch(blocks, batch * heads, sizes, how.block)]
 

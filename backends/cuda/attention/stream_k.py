@@ -28,8 +28,6 @@ Gluon kernels call the functions of scalars, too (`hopper/decode_schedule.py`).
 
 from __future__ import annotations
 
-from math import gcd
-
 import torch
 import triton
 import triton.language as tl
@@ -45,7 +43,7 @@ from diyfa.problem import KVCacheProblem
 # shares all programs are done sooner if the blocks alone are divided evenly.
 TILE_COST = tl.constexpr(2)
 LONG_SHARE = tl.constexpr(8)
-SCANS = (1, 32, 128)  # numbers of tiles whose work a program can add up at once
+SCANS = (1, 32, 128)  # numbers of tiles whose work a program can add up at once; up to 32 take one warp
 INTERPRETED = 2  # multiprocessors that are assumed in the interpreter, which runs programs one after another
 MAX_CHUNK_SUMS = 1 << 25  # float32 numbers: the most that fixed chunks may leave in the workspace
 MAX_WAVES = 16  # `num_splits` may ask for so many times the programs that run at once; this bounds the workspace
@@ -338,21 +336,15 @@ def rows_per_tile(problem: KVCacheProblem, config: DecodeConfig) -> int:
     return min(config.block_m, problem.seqlen_q * (problem.heads_q // problem.heads_kv))
 
 
-def _count_tiles(problem: KVCacheProblem, config: DecodeConfig) -> int:
+def count_tiles(problem: KVCacheProblem, config: DecodeConfig) -> int:
     """Tiles of all sequences for one KV head, if all have the most queries."""
     return problem.batch * tiles_per_sequence(problem, config)
-
-
-def tiles_per_scan(problem: KVCacheProblem, config: DecodeConfig) -> int:
-    """Tiles whose work a program adds up at once. With up to 32, one warp does it, a tile in each lane."""
-    tiles = _count_tiles(problem, config)
-    return next((scan for scan in SCANS if tiles <= scan), SCANS[-1])
 
 
 def has_wide_positions(problem: KVCacheProblem, config: DecodeConfig) -> bool:
     """Return whether positions on the line may need more than 32 bits."""
     blocks = cdiv(problem.capacity, config.block_n)
-    return _count_tiles(problem, config) * problem.heads_kv * (blocks + 1) >= 1 << 28
+    return count_tiles(problem, config) * problem.heads_kv * (blocks + 1) >= 1 << 28
 
 
 def _programs_at_once(config: DecodeConfig, device: torch.device) -> int:
@@ -365,7 +357,7 @@ def chunks_per_tile(problem: KVCacheProblem, config: DecodeConfig, device: torch
     """Fixed chunks of a tile that have programs of their own. 1: one program has all chunks of a tile."""
     if not problem.batch_invariant or problem.num_splits == 1:
         return 1
-    tiles = _count_tiles(problem, config) * problem.heads_kv
+    tiles = count_tiles(problem, config) * problem.heads_kv
     chunks = max(1, cdiv(problem.capacity, chunk_keys(problem)))
     sums = tiles * chunks * rows_per_tile(problem, config) * padded_head_dim(problem.head_dim_v)
     return chunks if tiles < _programs_at_once(config, device) and sums <= MAX_CHUNK_SUMS else 1
@@ -373,7 +365,7 @@ def chunks_per_tile(problem: KVCacheProblem, config: DecodeConfig, device: torch
 
 def programs(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int:
     """Programs to launch. Lengths on the device do not change their number: a graph may be replayed with others."""
-    tiles = _count_tiles(problem, config) * problem.heads_kv
+    tiles = count_tiles(problem, config) * problem.heads_kv
     if not is_split(problem):
         return tiles * chunks_per_tile(problem, config, device)
     blocks = max(1, cdiv(problem.capacity, config.block_n))
@@ -383,18 +375,13 @@ def programs(problem: KVCacheProblem, config: DecodeConfig, device: torch.device
     return min(tiles * blocks, at_once)
 
 
-def heads_in_parallel(problem: KVCacheProblem, programs: int) -> int:
-    """KV heads that programs walk at the same time. Their rows of the cache lie side by side in memory."""
-    return gcd(problem.heads_kv, programs)
-
-
 def combined_columns(problem: KVCacheProblem, config: DecodeConfig, programs: int) -> int:
     """Columns of a row that one program of `_combine_kernel` has.
 
     Fewer than all if tiles have so many chunks that a program with whole rows could not read them at once.
     """
     columns = padded_head_dim(problem.head_dim_v)
-    chunks = programs // (_count_tiles(problem, config) * problem.heads_kv)
+    chunks = programs // (count_tiles(problem, config) * problem.heads_kv)
     while columns > COMBINED_COLUMNS and chunks * columns > COMBINED_ELEMENTS:
         columns //= 2
     return columns
@@ -413,20 +400,27 @@ def combined_rows(programs: int) -> int:
     return rows
 
 
-def workspace_rows(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> int | None:
-    """Rows of partial results that all slots have, or None if every program has whole tiles.
-
-    Each program has two slots of block_m rows; or each fixed chunk has a slot of `rows_per_tile` rows.
-    """
-    count = programs(problem, config, device)
-    if chunks_per_tile(problem, config, device) > 1:
-        return count * rows_per_tile(problem, config)
-    return 2 * count * config.block_m if is_split(problem) else None
-
-
 def workspace(problem: KVCacheProblem, config: DecodeConfig, device: torch.device) -> torch.Tensor | None:
-    """Memory for partial results, or None: for each row BLOCK_DV sums, a maximum and a sum of weights, all float32."""
-    rows = workspace_rows(problem, config, device)
-    if rows is None:
+    """Memory for partial results, or None if every program has whole tiles.
+
+    Each program has two slots of block_m rows; or each fixed chunk has a slot of `rows_per_tile` rows. A row has
+    BLOCK_DV sums, a maximum and a sum of weights, all float32. All sums come first (`workspace_parts`).
+    """
+    rows = programs(problem, config, device)
+    if chunks_per_tile(problem, config, device) > 1:
+        rows *= rows_per_tile(problem, config)
+    elif is_split(problem):
+        rows *= 2 * config.block_m
+    else:
         return None
     return torch.empty(rows * (padded_head_dim(problem.head_dim_v) + 2), dtype=torch.float32, device=device)
+
+
+def workspace_parts(
+    memory: torch.Tensor | None, problem: KVCacheProblem
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return (sums, statistics) of a `workspace`."""
+    if memory is None:
+        return None, None
+    columns = padded_head_dim(problem.head_dim_v)
+    return memory, memory[memory.numel() // (columns + 2) * columns :]

@@ -6,6 +6,7 @@ so that none can run ahead. A marker here makes `inline_ptx.py` remove that from
 
 from __future__ import annotations
 
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -54,6 +55,21 @@ def wait_for_stores():
 @gluon.jit
 def idle_warps():
     """Do nothing: the partition of warps that only fill up the producer's warpgroup."""
+
+
+@constexpr_function
+def _named_barrier(action, number):
+    """Return PTX of a named barrier of two warpgroups: bar.sync or bar.arrive."""
+    return f"bar.{action} {number}, 256; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def turn(ACTION: gl.constexpr, CONSUMER: gl.constexpr):
+    """Wait for the turn of one of two consumer warpgroups ("sync"), or give it the turn and go on ("arrive").
+
+    Triton itself uses the named barriers below 8.
+    """
+    _inline_ptx(_named_barrier(ACTION, 8 + CONSUMER))
 
 
 @gluon.jit

@@ -49,13 +49,9 @@ class TileScheduler:
         """Return the number of this program's tile after `index`. It waits for the number that `draw` asked for."""
         if self.SCHEDULE == "dynamic":
             number = gl.inline_asm_elementwise(
-                "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;",
-                "=r,r",
-                [drawn_number],
-                dtype=gl.int32,
-                is_pure=False,
-                pack=1,
-            )
+                "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [drawn_number],
+                dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
             index = gl.num_programs(0) + number
         else:
             index += gl.num_programs(0)

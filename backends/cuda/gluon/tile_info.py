@@ -53,19 +53,23 @@ class Tile:
 
 
 @gluon.jit
+def unpack_words(words, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return COUNT of the words, from number FIRST on, as scalars. Every thread has all of `words`, in this layout."""
+    field = gl.arange(0, words.shape[0], layout=LAYOUT)
+    fields = ()
+    for i in gl.static_range(FIRST, FIRST + COUNT):
+        fields += (gl.sum(gl.where(field == i, words, 0), 0),)
+    return fields
+
+
+@gluon.jit
 def _from_words(words, problem, LAYOUT: gl.constexpr):
     """Return the tile of words that every thread has all of. Fields that are equal for all tiles take no registers."""
-    field = gl.arange(0, WORDS, layout=LAYOUT)
-    values = ()
-    for i in gl.static_range(FIELDS):
-        values += (gl.sum(gl.where(field == i, words, 0), 0),)
     listed = None
+    b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = unpack_words(words, 0, FIELDS, LAYOUT)
     if problem.mask.MASK_K > 0:
-        counts = ()
-        for i in gl.static_range(FIELDS, FIELDS + LISTED_FIELDS):
-            counts += (gl.sum(gl.where(field == i, words, 0), 0),)
-        listed = Listed(counts[0], counts[1], counts[2], counts[3])
-    b, h, row0, first_block, end_block, first_q, first_k, n_queries, n_keys = values
+        n_full, n_partial, code, next_code = unpack_words(words, FIELDS, LISTED_FIELDS, LAYOUT)
+        listed = Listed(n_full, n_partial, code, next_code)
     if not problem.HAS_LEFT:
         first_block = 0
     if problem.LENGTHS != PACKED:
@@ -103,20 +107,16 @@ class TileInfos:
     def write(self, slot, tile):
         """Write a tile to `slot`. Only for partitions of one warp."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
-        field = gl.arange(0, WORDS, layout=LAYOUT)
-        words = gl.where(field == 0, tile.b, tile.h)
-        words = gl.where(field == 2, tile.row0, words)
-        words = gl.where(field == 3, tile.first_block, words)
-        words = gl.where(field == 4, tile.end_block, words)
-        words = gl.where(field == 5, tile.first_q, words)
-        words = gl.where(field == 6, tile.first_k, words)
-        words = gl.where(field == 7, tile.n_queries, words)
-        words = gl.where(field == 8, tile.n_keys, words)
+        fields = (
+            tile.b, tile.h, tile.row0, tile.first_block, tile.end_block, tile.first_q, tile.first_k, tile.n_queries,
+            tile.n_keys,
+        )  # fmt: skip
         if tile.listed is not None:
-            words = gl.where(field == FIELDS, tile.listed.n_full, words)
-            words = gl.where(field == FIELDS + 1, tile.listed.n_partial, words)
-            words = gl.where(field == FIELDS + 2, tile.listed.code, words)
-            words = gl.where(field == FIELDS + 3, tile.listed.next_code, words)
+            fields += (tile.listed.n_full, tile.listed.n_partial, tile.listed.code, tile.listed.next_code)
+        field = gl.arange(0, WORDS, layout=LAYOUT)
+        words = gl.where(field == 0, fields[0], fields[1])
+        for i in gl.static_range(2, len(fields)):
+            words = gl.where(field == i, fields[i], words)
         self.words.index(slot % self.COUNT).store(words)
         arrive_per_lane(self.written.index(slot % BARRIERS))
 

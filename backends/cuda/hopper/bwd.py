@@ -26,20 +26,10 @@ For wider heads the kernel has other consumers, those of `bwd_wide.py` or `bwd_m
 # Aggregates are checked against their annotations, so these must not be postponed.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from diyfa.backends.cuda.attention.tile_io import PACKED
-from diyfa.backends.cuda.gluon.barriers import (
-    WARPS,
-    idle_warps,
-    wait_for_previous_kernels,
-    wait_for_stores,
-)
+from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, wait_for_previous_kernels, wait_for_stores
 from diyfa.backends.cuda.gluon.block_mask import BlockMask
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_reduce_add, optimisation_barrier, reinterpret

@@ -254,11 +254,13 @@ def _producer(keys, sizes, shared, inputs):
 
 @gluon.jit
 def _consumer(INDEX: gl.constexpr, keys, sizes, shared, exchange, outputs):
+    """Run a consumer of the kernel that `exchange` belongs to. A partition is a function, not a method."""
     exchange.consume(INDEX, keys, sizes, shared, outputs)
 
 
 @gluon.jit
 def _run_roles(keys, sizes, shared, exchange, inputs, outputs):
+    """Run the producer and both consumers until the block of keys is done."""
     config: gl.constexpr = shared.config
     R: gl.constexpr = config.CONSUMER_REGISTERS
     P: gl.constexpr = config.PRODUCER_REGISTERS
@@ -365,13 +367,6 @@ def _positions(s, start_m, consumer):
 
 
 @gluon.jit
-def _distances(s, start_m, consumer):
-    """Return the distances of keys and queries of a block of scores [64, BLOCK_M]."""
-    _, diagonal, column = _positions(s, start_m, consumer)
-    return gl.abs(diagonal.to(gl.float32) - column.to(gl.float32))
-
-
-@gluon.jit
 def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr, words_item=0):
     """Products s [64, BLOCK_M] and lse [1, BLOCK_M] -> (weights Pᵀ, Pᵀ times the softcap's derivative).
 
@@ -381,7 +376,8 @@ def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr, words_item=
     keys = consumer.keys
     x, t = exponents(s, lse, consumer.scale, consumer.cap, config.SOFTCAP)
     if config.ALIBI:
-        x = x - consumer.slope * _distances(s, start_m, consumer)
+        _, diagonal, column = _positions(s, start_m, consumer)
+        x = x - consumer.slope * gl.abs(diagonal.to(gl.float32) - column.to(gl.float32))
     if MASKED and config.MASK_Q == 0:
         key, diagonal, column = _positions(s, start_m, consumer)
         is_visible = (key < keys.n_keys) & (column >= 0)  # all columns: it gives the shape of s

@@ -25,7 +25,7 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     clipped_seq_info,
     first_query_block,
 )
-from diyfa.backends.cuda.hopper.epilogue import CHUNK, chunked_layout
+from diyfa.backends.cuda.hopper.epilogue import CHUNK, chunked_layout, from_register_order, in_register_order
 from diyfa.backends.cuda.hopper.mma import ROWS
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 from diyfa.backends.cuda.runtime.constants import Constants
@@ -48,19 +48,8 @@ class QueryConstants(Constants):
 
 @gluon.jit
 def to_register_order(dq):
-    """Reorder an accumulator [64, columns]: each thread gets 4 consecutive numbers, and each warp 128, of its own.
-
-    64 columns become DQ_ROWS rows. In the accumulator a row is 16 * warp + 8 * half + lane // 4, and a column is
-    8 * n + 2 * (lane % 4) + bit.
-    """
-    split = dq.reshape([4, 2, 8, dq.shape[1] // 8, 4, 2])  # warp, half, lane // 4, n, lane % 4, bit
-    return split.permute(3, 0, 2, 4, 1, 5).reshape([dq.shape[1] // 4, DQ_COLUMNS])
-
-
-@gluon.jit
-def from_register_order(x):
-    """Undo `to_register_order` for 64 x 64 consecutive numbers."""
-    return x.reshape([8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([ROWS, BOX])
+    """Return an accumulator [64, columns] `in_register_order`. 64 columns become DQ_ROWS rows of DQ_COLUMNS."""
+    return in_register_order(dq, [dq.shape[1] // 4, DQ_COLUMNS])
 
 
 @gluon.jit
@@ -87,11 +76,18 @@ def _prepare_kernel(
     dq_blocks,  # blocks of queries that the fp32 dQ has room for
     config: gl.constexpr,  # `QueryConstants`
 ):  # fmt: skip
-    """One block of queries: write lse and delta = rowsum(dO * O) - dLSE for the main kernel, and zeros to dQ."""
+    """Prepare a block of queries of a head, and what all programs of the main kernel count with.
+
+    1. Write lse in units of log2 and delta = rowsum(dO * O) - dLSE, two rows of M numbers, to `statistics`, and delta
+       also to `delta`, if it is given.
+    2. Clear the block's dQ, counts and semaphores.
+
+    R rows at a time: as many as fit the registers.
+    """
     D: gl.constexpr = config.BLOCK_D
     DV: gl.constexpr = config.BLOCK_DV
     M: gl.constexpr = config.BLOCK_M
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])  # a warp reads whole rows
     wait_for_previous_kernels()
     lengths = lengths_q_ptr, lengths_k_ptr
     sizes = Sizes(heads_q, 1, batch, seqlen_q, seqlen_k, total_q, total_k, -1, -1, *lengths, 1, None)
@@ -106,7 +102,7 @@ def _prepare_kernel(
         gl.store(counter_ptr, 0)
         if n_long_ptr is not None:
             gl.store(n_long_ptr, 0)
-    R: gl.constexpr = M if DV <= 128 else M // 2  # rows at a time that fit the registers
+    R: gl.constexpr = M if DV <= 128 else M // 2
     columns = gl.arange(0, DV, layout=gl.SliceLayout(0, LAYOUT))
     if row0 < n_queries:
         o_at = o_ptr + b * _whole_chunks(stride_ob, o_ptr) + h * _whole_chunks(stride_oh, o_ptr)
@@ -115,7 +111,7 @@ def _prepare_kernel(
             first_row = h.to(gl.int64) * total_q + first_q
         else:
             first_row = (b * heads_q + h).to(gl.int64) * seqlen_q
-        number = first_query_block(b, h, first_q, sizes, M, config.LENGTHS) + block
+        number = first_query_block(b, h, first_q, sizes, M, config.LENGTHS) + block  # of the block, over all heads
         statistics = statistics_ptr + number.to(gl.int64) * (2 * M)
         for start in range(0, M, R):
             in_block = start + gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
@@ -190,7 +186,7 @@ def _convert_kernel(
     # Beyond the end of a sequence there may be no block. Another one is read then, but not written.
     number = gl.where(row0 < n_queries, number, 0)
     at = dq_ptr + (number.to(gl.int64) * HALVES + half) * HALF_DQ
-    x = from_register_order(gl.load(at + gl.arange(0, HALF_DQ, layout=IN_ORDER)) * sm_scale)
+    x = from_register_order(gl.load(at + gl.arange(0, HALF_DQ, layout=IN_ORDER)) * sm_scale, BOX)
     x = gl.convert_layout(x.to(out_ptr.dtype.element_ty), LAYOUT)
     rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     columns = column0 + gl.arange(0, BOX, layout=gl.SliceLayout(0, LAYOUT))

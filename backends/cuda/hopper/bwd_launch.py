@@ -9,7 +9,7 @@ import torch
 from diyfa.backends.cuda.attention import bwd_partials
 from diyfa.backends.cuda.attention.block_mask import mask_arguments
 from diyfa.backends.cuda.attention.clear import backward_launches
-from diyfa.backends.cuda.attention.launch import forced_config, strides
+from diyfa.backends.cuda.attention.launch import dlse_strides, fields_of, forced_config, pointers, strides
 from diyfa.backends.cuda.attention.long_blocks import long_blocks_launch
 from diyfa.backends.cuda.attention.tile_io import cdiv, lengths_constant
 from diyfa.backends.cuda.gluon.compat import ptxas_options
@@ -61,7 +61,6 @@ def count_blocks(problem: AttentionProblem, block_m: int) -> int:
 
 # For each input: argument names of its descriptor, its steps between samples, and its steps between rows.
 _INPUTS = [(f"{x}_tensor", f"steps_{x}b", f"steps_{x}{'n' if x in ('k', 'v') else 'm'}") for x in ("q", "k", "v", "do")]
-_SIZES = ("heads_q", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k")
 
 
 class _Form(NamedTuple):
@@ -76,12 +75,8 @@ class _Form(NamedTuple):
 
 @cached_per_kind
 def _query_constants(problem: AttentionProblem, form: _Form) -> QueryConstants:
-    return QueryConstants(
-        block_m=form.config.block_m,
-        block_d=form.boxes * BOX_COLUMNS,
-        block_dv=BOX_COLUMNS << (form.boxes_v - 1).bit_length(),
-        lengths=lengths_constant(problem),
-    )
+    block_dv = BOX_COLUMNS << (form.boxes_v - 1).bit_length()
+    return QueryConstants(form.config.block_m, form.boxes * BOX_COLUMNS, block_dv, lengths_constant(problem))
 
 
 def _box_constants(problem: AttentionProblem, form: _Form, store_from_registers: bool) -> dict[str, Any]:
@@ -115,58 +110,63 @@ def _dq_constants(problem: AttentionProblem, form: _Form, store_from_registers: 
 
 
 class Sm90Backward:
-    """The launches of one backward pass, and their workspace."""
+    """The launches of one backward pass, and their workspace.
+
+    `heads_kv`: KV heads, or if groups of query heads are divided, subgroups (`bwd_partials.py`). `in_order`: dQ is
+    added up in a fixed order. `rolling`: the main kernel converts dQ (`RollingDq`).
+    """
 
     def __init__(
-        self,
-        problem: AttentionProblem,
-        tensors: AttentionTensors,
-        config: Sm90BwdConfig,
-        lse: torch.Tensor,
+        self, problem: AttentionProblem, tensors: AttentionTensors, config: Sm90BwdConfig, lse: torch.Tensor,
         dq: torch.Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.problem, self.tensors, self.config, self.lse, self.out = problem, tensors, config, lse, dq
-        self.boxes, self.boxes_v = (self._boxes(d) for d in (problem.head_dim, problem.head_dim_v))
         if config.form == "mla":
-            self.boxes, self.boxes_v = BOXES.value, BOXES_V.value
-        blocks = count_blocks(problem, config.block_m)
+            self.boxes, boxes_v = BOXES.value, BOXES_V.value
+        else:  # at least one box for each consumer that has columns of its own
+            fewest = 1 if config.form == "keys" else CONSUMERS
+            self.boxes, boxes_v = (
+                max(cdiv(d, BOX_COLUMNS), fewest) for d in (problem.head_dim, problem.head_dim_v)
+            )  # fmt: skip
         self.multiprocessors = multiprocessors(dq.device) or FULL_GPU
         self.subgroups = bwd_partials.count_subgroups(problem, config.block_n, self.multiprocessors)
-        self.heads_kv = problem.heads_kv * self.subgroups  # each with a subgroup of query heads
-        self.programs = n_key_blocks = cdiv(problem.seqlen_k, config.block_n) * problem.batch * self.heads_kv
-        if config.form == "keys":
-            self.programs = min(self.programs, self.multiprocessors)
+        self.heads_kv = problem.heads_kv * self.subgroups
+        key_blocks = cdiv(problem.seqlen_k, config.block_n) * problem.batch * self.heads_kv
+        self.programs = min(key_blocks, self.multiprocessors) if config.form == "keys" else key_blocks
         self.in_order = problem.deterministic and config.form == "keys"
-        self.dq_blocks, self.rolling, counts = blocks, _can_roll(problem, config, dq), 0
-        if config.form == "columns":  # adds dQ up in registers
-            self.dq_blocks = 0
-        self.form = _Form(config, self.boxes, self.boxes_v, self.in_order, self.rolling)
+        self.rolling = _can_roll(problem, config, dq)
+        self.form = _Form(config, self.boxes, boxes_v, self.in_order, self.rolling)
         lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens,) * 2
-        self.sizes: dict[str, Any] = {name: getattr(problem, name) for name in _SIZES}
+        self.sizes = fields_of(problem, "heads_q", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k")
         self.sizes |= dict(zip(LENGTH_POINTERS, lengths, strict=True))
         self.interleaved_heads, self.delay, self.slots = self._window()
-        if self.rolling:
-            self.dq_blocks = self.slots * (problem.heads_q // self.heads_kv) * cdiv(problem.seqlen_q, config.block_m)
-            counts = cdiv(2 * problem.batch * problem.heads_q, 4) * 4
-        # One allocation. All its parts begin at multiples of 16 bytes.
-        semaphores = cdiv(blocks * CONSUMERS, 4) * 4 if self.in_order else 0
-        statistics_at = self.dq_blocks * config.block_m * self.boxes * BOX_COLUMNS
-        counter_at = statistics_at + blocks * config.block_m * 2
-        long_blocks = cdiv(1 + 2 * n_key_blocks, 4) * 4 if problem.mask else 0
-        long_blocks_at = counter_at + 4 + counts
-        semaphores_at = long_blocks_at + long_blocks
-        parts_at = semaphores_at + semaphores
-        sizes = bwd_partials.partial_sizes(problem, self.subgroups)
-        self.workspace = memory = lse.new_empty(parts_at + sum(sizes))
-        words = memory.view(torch.int32)
-        columns, m = DQ_COLUMNS.value, config.block_m
-        self.dq = memory.as_strided((statistics_at // columns, columns), (columns, 1)) if statistics_at else None
-        self.statistics = memory.as_strided((blocks * 2, m), (m, 1), statistics_at)
-        self.counter = words.as_strided((4,), (1,), counter_at)
-        self.counts = words.as_strided((counts,), (1,), counter_at + 4) if self.rolling else None
-        self.long_blocks = words.as_strided((long_blocks,), (1,), long_blocks_at) if long_blocks else None
-        self.semaphores = words.as_strided((semaphores,), (1,), semaphores_at) if self.in_order else None
-        self.dk_dv_partials = memory[parts_at:].split(sizes) if self.subgroups > 1 else ()
+        self._allocate(key_blocks)
+
+    def _allocate(self, key_blocks: int) -> None:
+        """Allocate the workspace. Each part has a multiple of 4 numbers, so that all begin at multiples of 16 bytes."""
+        problem, m = self.problem, self.config.block_m
+        blocks = self.dq_blocks = count_blocks(problem, m)
+        if self.config.form == "columns":  # adds dQ up in registers
+            self.dq_blocks = 0
+        elif self.rolling:
+            self.dq_blocks = self.slots * (problem.heads_q // self.heads_kv) * cdiv(problem.seqlen_q, m)
+        numbers = (
+            self.dq_blocks * m * self.boxes * BOX_COLUMNS,  # dQ in fp32
+            blocks * m * 2,  # statistics
+            4,  # counter
+            2 * problem.batch * problem.heads_q if self.rolling else 0,  # counts of `RollingDq`
+            1 + 2 * key_blocks if problem.mask else 0,  # long_blocks
+            blocks * CONSUMERS if self.in_order else 0,  # semaphores
+        )
+        sizes, partial_sizes = [cdiv(n, 4) * 4 for n in numbers], bwd_partials.partial_sizes(problem, self.subgroups)
+        self.workspace = self.lse.new_empty(sum(sizes) + sum(partial_sizes))
+        dq, statistics, *words, partials = self.workspace.split([*sizes, sum(partial_sizes)])
+        self.dq = dq.view(-1, DQ_COLUMNS.value) if self.dq_blocks else None
+        self.statistics = statistics.view(-1, m)
+        self.counter, self.counts, self.long_blocks, self.semaphores = (
+            x.view(torch.int32) if x.numel() else None for x in words
+        )
+        self.dk_dv_partials = partials.split(partial_sizes) if self.subgroups > 1 else ()
 
     def _window(self) -> tuple[int, int, int]:
         """Return how many heads of K are interleaved (`locate_key_block`), and the `delay` and `slots` of `RollingDq`.
@@ -188,30 +188,16 @@ class Sm90Backward:
         blocks_differ = bool(problem.mask) or (problem.causal and problem.window_left < 0 and not self.in_order)
         return half if blocks_differ else 1, n_active, min(2 * n_active, heads)
 
-    def _boxes(self, head_dim: int) -> int:
-        """Number of TMA boxes of a tile: at least one for each consumer that has columns of its own."""
-        return max(cdiv(head_dim, BOX_COLUMNS), 1 if self.config.form == "keys" else CONSUMERS)
-
     def prepare(
         self, out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor | None
     ) -> Launch:
-        """Launch that writes the statistics, `delta` if it is given, and zeros to the fp32 dQ."""
+        """Return the launch that writes the statistics, `delta` if it is given, and zeros to the fp32 dQ."""
         problem = self.problem
-        dlse_strides = (0, 0, 0) if dlse is None else dlse.stride()
         arguments = {
-            "o_ptr": out,
-            "do_ptr": dout,
-            "lse_ptr": self.lse,
-            "dlse_ptr": dlse,
-            "statistics_ptr": self.statistics,
-            "dq_ptr": self.dq,
-            "semaphores_ptr": self.semaphores,
-            "counter_ptr": self.counter,
-            "counts_ptr": self.counts,
-            "n_long_ptr": self.long_blocks,
-            "delta_ptr": delta,
+            **pointers(o=out, do=dout, lse=self.lse, dlse=dlse, statistics=self.statistics, dq=self.dq, delta=delta),
+            **pointers(semaphores=self.semaphores, counter=self.counter, counts=self.counts, n_long=self.long_blocks),
             **strides(problem.layout, o=out, do=dout),
-            **dict(zip(("stride_dlb", "stride_dlh", "stride_dlm"), (0, *dlse_strides)[-3:], strict=True)),
+            **dlse_strides(dlse),
             **self.sizes,
             "head_dim_v": problem.head_dim_v,
             "dq_blocks": self.dq_blocks,
@@ -219,70 +205,59 @@ class Sm90Backward:
         grid = cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
         return Launch(_prepare_kernel, grid, arguments, {"config": _query_constants(problem, self.form)}, OPTIONS)
 
-    def _rolling(self) -> dict[str, Any]:
-        """Arguments of `RollingDq`."""
-        values: tuple[Any, ...] = (None, None, None, 0, 0)
-        if self.rolling:
-            out = dense_descriptor(self.out, self.problem.layout, ROWS.value, BOX_COLUMNS)
-            values = (self.dq, self.counts, out, self.slots, self.delay)
-        names = ("dq_ptr", "counts_ptr", "dq_out_tensor", "dq_slots", "dq_delay")
-        return dict(zip(names, values, strict=True))
-
     def _inputs(self, dout: torch.Tensor, rows: int) -> dict[str, Any]:
-        """Arguments that all main kernels have: inputs, in boxes of `rows` queries, sizes and scales."""
-        problem, layout = self.problem, self.problem.layout
-        sm_scale = self.tensors.sm_scale
+        """Return the arguments that all main kernels have: inputs, in boxes of `rows` queries, sizes and scales."""
+        problem, layout, tensors = self.problem, self.problem.layout, self.tensors
         ragged = problem.seq_lens or problem.varlen
         make_descriptor = ragged_descriptor if ragged else dense_descriptor
         arguments = {
             **self.sizes,
+            **fields_of(problem, "window_left", "window_right", "softcap"),
             "group_size": problem.heads_q // problem.heads_kv,
-            "window_left": problem.window_left,
-            "window_right": problem.window_right,
-            "sm_scale": sm_scale,
-            "scale": sm_scale / (problem.softcap or 1.0),
-            "softcap": problem.softcap,
+            "sm_scale": tensors.sm_scale,
+            "scale": tensors.sm_scale / (problem.softcap or 1.0),
             # Without slopes the kernels have no such arguments.
-            "slopes_ptr": self.tensors.alibi_slopes,
-            "stride_slopeb": per_head_stride(self.tensors.alibi_slopes) if problem.alibi else None,
+            "slopes_ptr": tensors.alibi_slopes,
+            "stride_slopeb": per_head_stride(tensors.alibi_slopes) if problem.alibi else None,
         }
-        for (pointer, sample_steps, row_steps), x in zip(_INPUTS, (*self.tensors[:3], dout), strict=True):
+        for (pointer, sample_steps, row_steps), x in zip(_INPUTS, (*tensors[:3], dout), strict=True):
             box_rows = ROWS.value if row_steps[-1] == "n" else rows
             arguments[pointer] = make_descriptor(x, layout, box_rows, BOX_COLUMNS)
             arguments[sample_steps], arguments[row_steps] = descriptor_steps(x, layout) if ragged else (0, 0)
         return arguments
 
     def _output(self, name: str, x: torch.Tensor) -> dict[str, Any]:
-        """Arguments of a gradient: its descriptor, and its address if it is stored in float32."""
+        """Return the arguments of a gradient: its descriptor, and its address if it is stored in float32."""
         store_from_registers = x.dtype == torch.float32
         # Rows beyond a sample's end are written, with zeros. Rows beyond a packed sequence belong to another one.
         make_descriptor = ragged_descriptor if self.problem.varlen else dense_descriptor
         # Boxes have 128 bytes. Direct stores use no more of the descriptor than its shape and strides.
-        box = make_descriptor(
-            x, self.problem.layout, ROWS.value, BOX_COLUMNS // 2 if store_from_registers else BOX_COLUMNS
-        )
+        columns = BOX_COLUMNS // 2 if store_from_registers else BOX_COLUMNS
+        box = make_descriptor(x, self.problem.layout, ROWS.value, columns)
         return {f"{name}_tensor": box, f"{name}_ptr": x if store_from_registers else None}
 
     def gradient(self, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Launch:
-        """Launch that writes dk and dv, or partial sums of both that `bwd_partials` adds up.
+        """Return the launch that writes dk and dv, or partial sums of both that `bwd_partials` adds up.
 
         Except for "columns" it adds up the fp32 dQ, too; if `rolling` it also writes dq.
         """
         problem, config = self.problem, self.config
         if self.subgroups > 1:
             dk, dv = bwd_partials.partials_in_layout(problem, self.dk_dv_partials, self.subgroups)
-        names = _bwd_sm90_kernel.arg_names[:-1]
-        arguments: dict[str, Any] = {**dict.fromkeys(names), **self._rolling()}  # None: of other forms
-        if config.form == "mla":
+        arguments: dict[str, Any] = dict.fromkeys(_bwd_sm90_kernel.arg_names[:-1])  # None: of other forms
+        arguments |= {"dq_slots": 0, "dq_delay": 0}
+        if config.form == "mla" or self.rolling:
             arguments["dq_ptr"] = self.dq
+        if self.rolling:
+            out = dense_descriptor(self.out, problem.layout, ROWS.value, BOX_COLUMNS)
+            arguments |= {"counts_ptr": self.counts, "dq_out_tensor": out}
+            arguments |= {"dq_slots": self.slots, "dq_delay": self.delay}
         if config.form == "keys":
             assert self.dq is not None, "it is added up in memory"
             arguments |= {
                 "dq_tensor": _rows_descriptor(self.dq, DQ_ROWS.value * last_columns(problem) // BOX_COLUMNS),
                 **mask_arguments(self.tensors),
-                "semaphores_ptr": self.semaphores,
-                "counter_ptr": self.counter,
-                "long_blocks_ptr": self.long_blocks,
+                **pointers(semaphores=self.semaphores, counter=self.counter, long_blocks=self.long_blocks),
             }
         arguments |= {
             **self._inputs(dout, config.block_m),
@@ -296,7 +271,7 @@ class Sm90Backward:
         return Launch(_bwd_sm90_kernel, self.programs, arguments, {"config": values}, OPTIONS)
 
     def query_gradient(self, dout: torch.Tensor, dq: torch.Tensor) -> Launch:
-        """Launch that writes dq, for "columns"."""
+        """Return the launch that writes dq, for "columns"."""
         problem = self.problem
         arguments = {
             **self._inputs(dout, ROWS.value),
@@ -306,17 +281,13 @@ class Sm90Backward:
             "heads_in_parallel": heads_in_parallel(problem),
         }
         values = _dq_constants(problem, self.form, dq.dtype == torch.float32)
-        grid = count_blocks(problem, BLOCK_M.value)
-        return Launch(_bwd_wide_dq_kernel, grid, arguments, {"config": values}, OPTIONS)
+        return Launch(_bwd_wide_dq_kernel, count_blocks(problem, BLOCK_M.value), arguments, {"config": values}, OPTIONS)
 
-    def convert(self) -> tuple[Launch, ...]:
-        """Launch that writes dq from the fp32 dQ, unless the main kernel does."""
-        problem = self.problem
-        if self.rolling:
-            return ()
+    def convert(self) -> Launch:
+        """Return the launch that writes dq from the fp32 dQ."""
+        problem, constants = self.problem, {"config": _query_constants(self.problem, self.form)}
         arguments = {
-            "dq_ptr": self.dq,
-            "out_ptr": self.out,
+            **pointers(dq=self.dq, out=self.out),
             **strides(problem.layout, dq=self.out),
             **self.sizes,
             "head_dim": problem.head_dim,
@@ -324,26 +295,25 @@ class Sm90Backward:
         }
         halves = self.config.block_m * self.boxes * BOX_COLUMNS // HALF_DQ.value
         grid = halves * cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
-        return (Launch(_convert_kernel, grid, arguments, {"config": _query_constants(problem, self.form)}, OPTIONS),)
+        return Launch(_convert_kernel, grid, arguments, constants, OPTIONS)
 
     def launches(
-        self,
-        out: torch.Tensor,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        delta: torch.Tensor | None,
+        self, out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor | None,
         gradients: AttentionGradients,
-    ) -> tuple[Launch, ...]:
-        """All launches of a backward pass."""
-        first, main = self.prepare(out, dout, dlse, delta), self.gradient(dout, gradients.dk, gradients.dv)
-        find_long: tuple[Launch, ...] = ()
+    ) -> list[Launch]:  # fmt: skip
+        """Return all launches of the backward pass."""
+        main = self.gradient(dout, gradients.dk, gradients.dv)
+        launches = [self.prepare(out, dout, dlse, delta), main]
         if self.long_blocks is not None:
-            find_long = (long_blocks_launch(self.problem, self.tensors, self.long_blocks, main.arguments),)
-        dq_launches = (self.query_gradient(dout, gradients.dq),) if self.config.form == "columns" else self.convert()
-        sum_launches = bwd_partials.make_launches(
-            self.problem, self.tensors, self.dk_dv_partials, self.subgroups, gradients.dk, gradients.dv
-        )
-        return first, *find_long, main, *dq_launches, *sum_launches
+            launches.insert(1, long_blocks_launch(self.problem, self.tensors, self.long_blocks, main.arguments))
+        if self.config.form == "columns":
+            launches.append(self.query_gradient(dout, gradients.dq))
+        elif not self.rolling:
+            launches.append(self.convert())
+        if self.subgroups > 1:
+            partials, dk, dv = self.dk_dv_partials, gradients.dk, gradients.dv
+            launches.append(bwd_partials.make_launch(self.problem, self.tensors, partials, self.subgroups, dk, dv))
+        return launches
 
 
 def _rows_descriptor(x: torch.Tensor, rows: int) -> Tiles:
@@ -376,14 +346,9 @@ def _readable(problem: AttentionProblem, dout: torch.Tensor, out: torch.Tensor) 
 
 
 def backward_pass(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    gradients: AttentionGradients,
-) -> Pass:
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+    dlse: torch.Tensor | None, gradients: AttentionGradients,
+) -> Pass:  # fmt: skip
     """Describe the pass that writes all gradients except that of sinks."""
     if not is_aligned(out):  # a caller's, if the operator is called by itself
         out = torch.empty_like(out).copy_(out)

@@ -10,12 +10,7 @@ what its own keys add.
 # Aggregates are checked against their annotations, so these must not be postponed.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from diyfa.backends.cuda.gluon.barriers import WARPS
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
@@ -130,7 +125,9 @@ def _add_query_blocks(
 ):  # fmt: skip
     """Add to dk, dk_last, dv and dQ what blocks [start, end) of queries of one head contribute.
 
-    These blocks all need a mask (MASKED), or none does."""
+    These blocks all need a mask (MASKED), or none does. Before each product, its tiles are found behind a
+    `hidden_index` of their own: formed earlier, their descriptors would take registers until then.
+    """
     c: gl.constexpr = consumer.INDEX
     shared = consumer.shared
     M: gl.constexpr = shared.config.BLOCK_M

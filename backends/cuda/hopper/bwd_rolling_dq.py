@@ -28,8 +28,9 @@ from diyfa.backends.cuda.gluon.barriers import WARPS, wait_for_stores
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_store
 from diyfa.backends.cuda.gluon.semaphore import increment_semaphore, wait_until_equal
-from diyfa.backends.cuda.hopper.bwd_dq import HALF_DQ, from_register_order
+from diyfa.backends.cuda.hopper.bwd_dq import HALF_DQ
 from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CHUNK_ONLY, CONSUMER_COUNT, Sizes, draw_key_block
+from diyfa.backends.cuda.hopper.epilogue import from_register_order
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_buffer, box_matrix
 
 
@@ -208,7 +209,7 @@ class DqChunk:
         blocks_m = gl.cdiv(sizes.seqlen_q, M)
         for i in range(self.start, self.end, COUNT):
             for j in gl.static_range(COUNT):
-                rows = from_register_order(dq[j] * sm_scale).to(buffers.dtype)
+                rows = from_register_order(dq[j] * sm_scale, BOX).to(buffers.dtype)
                 rows = gl.convert_layout(rows, accumulator_layout(BOX), assert_trivial=True)
                 box_matrix(buffers, self.CONSUMER, j, 2).store(rows)
             fence_async_shared()

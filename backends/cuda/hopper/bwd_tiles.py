@@ -15,6 +15,7 @@ from diyfa.backends.cuda.gluon.barriers import LANES, WARPS
 from diyfa.backends.cuda.gluon.block_mask import BlockMask
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.gluon.tile_info import unpack_words
 from diyfa.backends.cuda.hopper.bwd_configs import BOX_COLUMNS, CONSUMERS
 from diyfa.backends.cuda.hopper.bwd_mask import QueryList, query_list
 
@@ -233,11 +234,7 @@ class KeyBlocks:
         """Wait for an iteration -> (its kind, chunk of dQ, block of keys)."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [gl.num_warps()], [0])
         self.channel.wait(iteration)
-        words = self.words.load(LAYOUT)
-        field = gl.arange(0, WORDS, layout=LAYOUT)
-        fields = ()
-        for i in gl.static_range(FIELDS):
-            fields += (gl.sum(gl.where(field == i, words, 0), 0),)
+        fields = unpack_words(self.words.load(LAYOUT), 0, FIELDS, LAYOUT)
         kind, chunk, b, hk, col0, first_q, first_k, n_queries, n_keys, begin, full_begin, full_end, end = fields
         if LENGTHS == EQUAL:  # all blocks have the same: no registers for it
             first_q = 0

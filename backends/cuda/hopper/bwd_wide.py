@@ -17,12 +17,7 @@ takes longer than the two extra products of a kernel for dQ alone.
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from diyfa.backends.cuda.gluon.barriers import WARPS
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
@@ -36,8 +31,9 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     store_boxes,
     store_from_registers,
 )
-from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, from_register_order, to_register_order
+from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, to_register_order
 from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT
+from diyfa.backends.cuda.hopper.epilogue import from_register_order
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_matrix, run_matrix
 from diyfa.backends.cuda.hopper.softmax import LOG2E
 
@@ -97,7 +93,7 @@ class HalfExchange:
     def load_dp(self, accumulator):
         """Consumer 0 takes it, in the layout of `accumulator`."""
         x = self.dp_buffer.load(to_register_order(accumulator).type.layout)
-        return gl.convert_layout(from_register_order(x), accumulator.type.layout)
+        return gl.convert_layout(from_register_order(x, BOX), accumulator.type.layout)
 
     @gluon.jit
     def store(self, x, buffer, channel, item):

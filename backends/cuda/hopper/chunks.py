@@ -14,15 +14,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
-from diyfa.backends.cuda.attention.fixed_order import (
-    chunk_factors,
-    fold,
-    next_sum,
-    sums_by_lane,
-    weights,
-)
+from diyfa.backends.cuda.attention.fixed_order import chunk_factors, fold, next_sum, sums_by_lane, weights
 from diyfa.backends.cuda.attention.tile_io import LOWEST
 from diyfa.backends.cuda.gluon.compat import aggregate
+from diyfa.backends.cuda.hopper.epilogue import from_register_order, in_register_order
 from diyfa.backends.cuda.hopper.mma import (
     ROWS,
     accumulator_layout,
@@ -40,7 +35,7 @@ from diyfa.backends.cuda.hopper.softmax import mask_scores
 
 @aggregate
 class Totals:
-    """Memory for the totals of out: [64 * columns] fp32 for each consumer, in the order of `_by_thread`."""
+    """Memory for the totals of out: [64 * columns] fp32 for each consumer, `in_register_order`."""
 
     buffers: gl.shared_memory_descriptor | gl.constexpr  # None: in global memory
     pointer: gl.tensor | gl.constexpr  # None: in shared memory
@@ -55,27 +50,15 @@ class Totals:
 
 
 @gluon.jit
-def _by_thread(x):
-    """Return an accumulator [64, columns] as [64 * columns], so that a thread stores 16 bytes at once.
-
-    Four elements of a thread follow each other, and the four elements of the next lane follow them.
-    """
-    COLUMNS: gl.constexpr = x.shape[1]
-    x = x.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute(3, 0, 2, 4, 1, 5)  # column // 8, warp, lane, element
-    return x.reshape([ROWS * COLUMNS])
-
-
-@gluon.jit
-def _from_thread(x, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return the accumulator [64, COLUMNS] that `_by_thread` made x [64 * COLUMNS] of."""
-    x = x.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5)
-    return gl.convert_layout(x.reshape([ROWS, COLUMNS]), LAYOUT)
+def _flat(x):
+    """Return an accumulator [64, columns] as [64 * columns] `in_register_order`: a thread stores 16 bytes at once."""
+    return in_register_order(x, [ROWS * x.shape[1]])
 
 
 @gluon.jit
 def _store_total(totals, x, CONSUMER: gl.constexpr, FIRST_COLUMN: gl.constexpr):
     """Write the totals x [64, columns] of one accumulator of out, which begins at column FIRST_COLUMN of out."""
-    x = _by_thread(x)
+    x = _flat(x)
     FLAT: gl.constexpr = x.type.layout
     if totals.pointer is None:
         totals.buffers.index(CONSUMER).slice(ROWS * FIRST_COLUMN, x.shape[0]).store(x)
@@ -87,13 +70,13 @@ def _store_total(totals, x, CONSUMER: gl.constexpr, FIRST_COLUMN: gl.constexpr):
 def _fold_total(totals, x, alpha, beta, CONSUMER: gl.constexpr, FIRST_COLUMN: gl.constexpr):
     """Return the totals of one accumulator times alpha [64] plus a chunk's sums x [64, columns] times beta [64]."""
     LAYOUT: gl.constexpr = x.type.layout
-    FLAT: gl.constexpr = _by_thread(x).type.layout
+    FLAT: gl.constexpr = _flat(x).type.layout
     SIZE: gl.constexpr = ROWS * x.shape[1]
     if totals.pointer is None:
         total = totals.buffers.index(CONSUMER).slice(ROWS * FIRST_COLUMN, SIZE).load(FLAT)
     else:
         total = gl.load(totals.address(CONSUMER, ROWS * FIRST_COLUMN, FLAT, SIZE))
-    total = _from_thread(total, LAYOUT, x.shape[1])
+    total = gl.convert_layout(from_register_order(total, x.shape[1]), LAYOUT)
     total_factor = gl.convert_layout(alpha, gl.SliceLayout(1, LAYOUT))[:, None]
     chunk_factor = gl.convert_layout(beta, gl.SliceLayout(1, LAYOUT))[:, None]
     return fold(total, total_factor, x, chunk_factor)

@@ -34,7 +34,6 @@ Read `_decode_mla_kernel` first, then `_producer`, `_first_consumer`, `_attend_b
 
 # Aggregates are checked against their annotations, so these must not be postponed.
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from triton.experimental import gluon
@@ -70,7 +69,7 @@ from diyfa.backends.cuda.hopper.mma import (
 from diyfa.backends.cuda.hopper.softmax import LN2, Rows, Score, softmax_step
 from diyfa.backends.cuda.hopper.tiles import BOUND, KeyCache, sequence_end
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launcher import Box, Tiles, shared_box
+from diyfa.backends.cuda.runtime.launcher import Tiles, arguments_among, shared_box
 from diyfa.backends.cuda.runtime.passes import Pass
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch
 
@@ -483,26 +482,20 @@ def _decode_mla_kernel(
     )
 
 
+_QUERY_LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
+
+
 def _query_descriptor(q: torch.Tensor, group: int, columns: int) -> Tiles:
     """Describe q (B, Sq, H, D). A box is the rows of a tile: heads of one token, or all heads of several tokens."""
     heads = min(group, configs.ROWS)
     block = 1, configs.ROWS // heads, heads, columns
-    return Tiles(q, q.shape, q.stride(), _query_box(q.dtype, block))
-
-
-@cache
-def _query_box(dtype: torch.dtype, block: tuple[int, ...]) -> Box:
-    return shared_box(dtype, block, gl.NVMMASharedLayout(128, 16, 4))
+    return Tiles(q, q.shape, q.stride(), shared_box(q.dtype, block, _QUERY_LAYOUT))
 
 
 def make_launches(
-    problem: KVCacheProblem,
-    tensors: KVCacheTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    config: object,
+    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor, config: object,
     memory: torch.Tensor | None,
-) -> list[Launch]:
+) -> list[Launch]:  # fmt: skip
     """The launches that fill out and lse: those of the portable kernel, with this kernel in place of the first."""
     group = min(problem.heads_q // problem.heads_kv, configs.ROWS)
     # More heads than a tile has rows form groups, which the schedule treats as KV heads.
@@ -520,13 +513,9 @@ def make_launches(
         "q_tail_tensor": _query_descriptor(q, group, tail),
         "k_tensor": ragged_descriptor(k, "bshd", configs.BLOCK_N, HALF.value),
         "k_tail_tensor": ragged_descriptor(k, "bshd", configs.BLOCK_N, tail),
-        "groups": groups,
-        "steps_kb": steps_kb,
-        "steps_kn": steps_kn,
-        "scale": positive_scale(tensors.sm_scale),
-    }
-    known = main.arguments | hopper_arguments
-    arguments = {name: known[name] for name in _decode_mla_kernel.arg_names if name != "config"}
+        "groups": groups, "steps_kb": steps_kb, "steps_kn": steps_kn, "scale": positive_scale(tensors.sm_scale),
+    }  # fmt: skip
+    arguments = arguments_among(_decode_mla_kernel, main.arguments | hopper_arguments)
     c = main.constants["c"]
     constants = Sm90MlaConstants(
         c.block_m, c.block_n, c.page_size, c.packed_keys, c.has_left, c.has_right, c.split_cost, tensors.sm_scale < 0

@@ -19,6 +19,22 @@ WORDS = gl.constexpr(4)  # float32 elements in 16 bytes
 
 
 @gluon.jit
+def in_register_order(x, SHAPE: gl.constexpr):
+    """Reorder an accumulator x [64, columns] to SHAPE: a thread gets 4 consecutive numbers, and a warp 128, of its own.
+
+    In the accumulator a row is 16 * warp + 8 * half + lane // 4, and a column is 8 * n + 2 * (lane % 4) + bit.
+    """
+    split = x.reshape([4, 2, 8, x.shape[1] // 8, 4, 2])  # warp, half, lane // 4, n, lane % 4, bit
+    return split.permute(3, 0, 2, 4, 1, 5).reshape(SHAPE)
+
+
+@gluon.jit
+def from_register_order(x, COLUMNS: gl.constexpr):
+    """Undo `in_register_order`: return the accumulator [64, COLUMNS] of numbers x."""
+    return x.reshape([COLUMNS // 8, 4, 8, 4, 2, 2]).permute(1, 4, 2, 0, 3, 5).reshape([ROWS, COLUMNS])
+
+
+@gluon.jit
 def matrix(pointer, tensor, steps):
     """Return (address, stride of samples or steps, of heads, of rows, columns, steps from one sample to the next).
 

@@ -33,8 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.attention.launch import choice, forced_config
-from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, prefetch_tensor_maps, wait_for_previous_kernels
+from diyfa.backends.cuda.attention.launch import forced_config, launching, repeating
+from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, prefetch_tensor_maps, turn, wait_for_previous_kernels
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store
 from diyfa.backends.cuda.gluon.tma import smem_box
@@ -46,8 +46,9 @@ from diyfa.backends.cuda.hopper.matmul_configs import (
     select_config,
     store_columns,
 )
-from diyfa.backends.cuda.matmul.epilogue import activate, add_bias, descale_columns, descale_rows
-from diyfa.backends.cuda.matmul.kernel import epilogue_arguments, launching, make_sum, partials_of, repeating
+from diyfa.backends.cuda.hopper.mma import accumulator_layout
+from diyfa.backends.cuda.matmul.epilogue import finish
+from diyfa.backends.cuda.matmul.kernel import epilogue_arguments, make_sum, partials_of
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors
 from diyfa.backends.cuda.runtime.launcher import Tiles
@@ -83,27 +84,6 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 def _store_buffers(config):
     """Return the number of store buffers of a consumer: two, or one if one store has all columns of its tile."""
     return min(2, config.BLOCK_N // config.STORE_COLUMNS)
-
-
-@constexpr_function
-def _turn_barrier(action, number):
-    """Return PTX of a named barrier of two warpgroups: bar.sync or bar.arrive."""
-    return f"bar.{action} {number}, 256; mov.b32 $0, 0;"
-
-
-@gluon.jit
-def turn(ACTION: gl.constexpr, CONSUMER: gl.constexpr):
-    """Wait for the turn of one of two consumer warpgroups ("sync"), or give it the turn and go on ("arrive").
-
-    Triton itself uses the named barriers below 8.
-    """
-    text: gl.constexpr = _turn_barrier(ACTION, 8 + CONSUMER)
-    gl.inline_asm_elementwise(text, "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@constexpr_function
-def _accumulator_layout(config, bits):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.BLOCK_N, 256 // bits])
 
 
 @aggregate
@@ -212,16 +192,14 @@ class Output:
     @gluon.jit
     def finish(self, x, row0, column0):
         """Return sums x of c[row0:, column0:] after the epilogue: descales, bias, activation."""
+        vectors = (
+            self.bias_ptr, self.stride_bias, self.a_descale_ptr, self.stride_a_descale,
+            self.b_descale_ptr, self.stride_b_descale,
+        )  # fmt: skip
         M, N = self.c_tensor.shape[1], self.c_tensor.shape[2]
         offs_m = row0 + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
         offs_n = column0 + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
-        if self.a_descale_ptr is not None:
-            x = descale_rows(x, self.a_descale_ptr, self.stride_a_descale, offs_m, M)
-        if self.b_descale_ptr is not None:
-            x = descale_columns(x, self.b_descale_ptr, self.stride_b_descale, offs_n, N)
-        if self.bias_ptr is not None:
-            x = add_bias(x, self.bias_ptr, self.stride_bias, offs_n, N)
-        return activate(x, self.config.ACTIVATION)
+        return finish(x, vectors, offs_m, offs_n, M, N, self.config.ACTIVATION)
 
 
 @gluon.jit
@@ -260,7 +238,7 @@ def _accumulate(operands, BOX: gl.constexpr, item, end):
     The next product is issued before the one before it is complete, so the tensor cores do not idle.
     """
     config: gl.constexpr = operands.config
-    LAYOUT: gl.constexpr = _accumulator_layout(config, operands.a_buffers.dtype.primitive_bitwidth)
+    LAYOUT: gl.constexpr = accumulator_layout(config.BLOCK_N, operands.a_buffers.dtype.primitive_bitwidth)
     channel = operands.channel
     acc = gl.zeros([config.ROWS, config.BLOCK_N], gl.float32, LAYOUT)
     if operands.a_buffers.dtype.primitive_bitwidth == 8:
@@ -422,14 +400,10 @@ def _matmul_sm90_kernel(
 def constants(problem: MatmulProblem, config: Sm90MatmulConfig) -> MatmulSm90Constants:
     """Return the constants that the kernel is compiled with."""
     return MatmulSm90Constants.read_from(
-        config,
-        rows=config.rows,
-        a_rows=copied_rows(problem, config),
-        a_transposed=not problem.k_major[0],
-        b_transposed=problem.k_major[1],
-        store_columns=store_columns(problem, config),
+        config, rows=config.rows, a_rows=copied_rows(problem, config), a_transposed=not problem.k_major[0],
+        b_transposed=problem.k_major[1], store_columns=store_columns(problem, config),
         activation=problem.activation if config.split_k == 1 else None,
-    )
+    )  # fmt: skip
 
 
 def _matrix(x: torch.Tensor, is_row_major: bool, box: tuple[int, int]) -> Tiles:
@@ -477,4 +451,4 @@ def matmul_pass(problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor)
     return Pass(launches, partials_of(launches))
 
 
-matmul, repeat = launching(matmul_pass), repeating(matmul_pass, choice)
+matmul, repeat = launching(matmul_pass), repeating(matmul_pass)

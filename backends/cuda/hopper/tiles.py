@@ -286,6 +286,16 @@ def start_load(
 
 
 @gluon.jit
+def _box_buffers(buffers, tensor, COUNT: gl.constexpr):
+    """Return `buffers` as COUNT times as many, each for one box of the tensor; COUNT boxes fill one of them."""
+    boxes = buffers
+    if COUNT > 1:
+        BOXES: gl.constexpr = buffers.shape[0] * COUNT
+        boxes = reinterpret(buffers, buffers.dtype, [BOXES] + tensor.block_shape, tensor.layout)
+    return boxes
+
+
+@gluon.jit
 def start_load_pages(
     tensor, cache,
     pages,  # `Problem.pages`
@@ -302,10 +312,7 @@ def start_load_pages(
     WIDTH: gl.constexpr = tensor.block_shape[-1]
     SIZE: gl.constexpr = tensor.block_type.nbytes * BOXES * COUNT
     mbarrier.expect(full, SIZE)
-    page_buffers = buffers
-    if COUNT > 1:
-        PAGE_BUFFERS: gl.constexpr = buffers.shape[0] * COUNT
-        page_buffers = reinterpret(buffers, buffers.dtype, [PAGE_BUFFERS] + tensor.block_shape, tensor.layout)
+    page_buffers = _box_buffers(buffers, tensor, COUNT)
     number = row // PAGE_SIZE
     if COUNT > 1:
         number += _lanes()
@@ -336,10 +343,7 @@ def start_load_listed(
     WIDTH: gl.constexpr = tensor.block_shape[-1]
     SIZE: gl.constexpr = tensor.block_type.nbytes * BOXES * UNITS
     mbarrier.expect(full, SIZE)
-    unit_buffers = buffers
-    if UNITS > 1:
-        UNIT_BUFFERS: gl.constexpr = buffers.shape[0] * UNITS
-        unit_buffers = reinterpret(buffers, buffers.dtype, [UNIT_BUFFERS] + tensor.block_shape, tensor.layout)
+    unit_buffers = _box_buffers(buffers, tensor, UNITS)
     for unit in gl.static_range(UNITS):
         row = keys.first_key(i, columns, unit)
         for j in gl.static_range(BOXES):

@@ -17,7 +17,6 @@ docs/hopper.md draws it. Read the kernel first, then `_producer`, `_consumer` an
 # Aggregates are checked against their annotations, so these must not be postponed.
 import torch
 import triton
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diyfa.backends.cuda.gluon.barriers import WARPS
+from diyfa.backends.cuda.gluon.barriers import WARPS, turn
 from diyfa.backends.cuda.gluon.channel import allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_load, async_store, ptxas_options
 from diyfa.backends.cuda.gluon.ring import KVRing
@@ -67,18 +66,6 @@ def _load(tensor, b, h, row, barrier, buffer):
 def _matrix(buffers, i):
     """[rows, D], the i-th of `buffers`, which TMA knows as [1, 1, rows, D]."""
     return buffers.index(i).reshape([buffers.shape[3], buffers.shape[4]])
-
-
-@constexpr_function
-def _bar(action, consumer):
-    """PTX for a named barrier of 256 threads. Triton itself uses the numbers below 8."""
-    return f"bar.{action} {8 + consumer}, 256; mov.b32 $0, 0;"
-
-
-@gluon.jit
-def _turn(ACTION: gl.constexpr, CONSUMER: gl.constexpr):
-    """Wait for a consumer's turn to issue products ("sync"), or give it the turn and go on ("arrive")."""
-    gl.inline_asm_elementwise(_bar(ACTION, CONSUMER), "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -137,7 +124,7 @@ def _consumer(INDEX: gl.constexpr, q_buffers, q_full, ring, tile, o_tensor, lse_
     ring.channel.release(0)
     p, m_i, l_i, _ = _online_softmax(s, m_i, l_i, (tile.n_blocks - 1) * BLOCK_N, last_key, scale, True)
     if INDEX == 1:
-        _turn("arrive", 0)  # consumer 0 has the first turn; otherwise both would wait forever
+        turn("arrive", 0)  # consumer 0 has the first turn; otherwise both would wait forever
 
     # The KV loop, compiled twice: for masked blocks, then for whole ones. i counts blocks in the order of their copies:
     # K of the i-th one is item 2i of the ring, its V item 2i + 1.
@@ -146,12 +133,12 @@ def _consumer(INDEX: gl.constexpr, q_buffers, q_full, ring, tile, o_tensor, lse_
             # Start S = Q Kᵀ of the i-th block and O += P V of the one before.
             p = gl.convert_layout(p.to(DTYPE), P_LAYOUT)  # free: a thread has the elements that P V reads already
             ring.channel.wait(2 * i)
-            _turn("sync", INDEX)
+            turn("sync", INDEX)
             k = _matrix(ring.k_buffers, ring.buffer_index(2 * i))
             s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             ring.channel.wait(2 * i - 1)
             o = warpgroup_mma(p, _matrix(ring.v_buffers, ring.buffer_index(2 * i - 1)), o, is_async=True)
-            _turn("arrive", 1 - INDEX)
+            turn("arrive", 1 - INDEX)
             # Products finish in order: with one still running S is there, and P V runs on during the softmax.
             s = warpgroup_mma_wait(1, deps=[s])
             ring.channel.release(2 * i)

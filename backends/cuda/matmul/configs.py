@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 from diyfa.arch import ELEMENT_BYTES as ATTENTION_BYTES
@@ -48,82 +49,64 @@ FLOAT8 = "float8_e4m3fn"
 ELEMENT_BYTES = {**ATTENTION_BYTES, FLOAT8: 1}
 ANY = 1 << 62
 KIB = 1024
-# In each class the first row whose max_m suffices is the default, and all rows are candidates.
+# In each class the first row whose max_m suffices is the default, and all rows are candidates. Four figures are those
+# of 512^3, 1024^3, 4096^3 and 8192^3.
 _H200 = "H200, 2026-11-21, bfloat16, TFLOP/s: "
+T, P = partial(MatmulConfig, "tma"), partial(MatmulConfig, "pointers")
 # fmt: off
 TABLE: tuple[Row, ...] = (
     # Hopper and data-centre Blackwell, tensor descriptors
-    Row("mma", 200 * KIB, 64, MatmulConfig("tma", 64, 64, 128, 4, 4),
-        _H200 + "512^3 40, 16x8192x8192 39"),
-    Row("mma", 200 * KIB, 1024, MatmulConfig("tma", 128, 128, 64, 4, 4),
-        _H200 + "512^3 29, 1024^3 175, 4096^3 623, 8192^3 652"),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 3, persistent=True),
-        _H200 + "512^3 22, 1024^3 132, 4096^3 692, 8192^3 667"),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 4, store_halves=True),
-        _H200 + "512^3 23, 1024^3 128, 4096^3 687, 8192^3 662"),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 4, persistent=True, store_halves=True),
-        _H200 + "512^3 22, 1024^3 125, 4096^3 683, 8192^3 653"),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 256, 64, 8, 3),
-        _H200 + "512^3 22, 1024^3 126, 4096^3 631, 8192^3 675"),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 256, 128, 64, 8, 3, persistent=True),
-        _H200 + "512^3 22, 1024^3 119, 4096^3 598, 8192^3 618"),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 128, 64, 8, 4),
-        _H200 + "512^3 28, 1024^3 170, 4096^3 592, 8192^3 617"),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 128, 64, 4, 4, persistent=True),
-        _H200 + "512^3 31, 1024^3 183, 4096^3 648, 8192^3 645"),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 128, 64, 64, 4, 5),
-        _H200 + "512^3 35, 1024^3 200, 4096^3 441, 8192^3 463"),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("tma", 64, 128, 64, 4, 5),
-        _H200 + "512^3 34, 1024^3 204, 4096^3 473, 8192^3 479"),
+    Row("mma", 200 * KIB, 64, T(64, 64, 128, 4, 4), _H200 + "512^3 40, 16x8192x8192 39"),
+    Row("mma", 200 * KIB, 1024, T(128, 128, 64, 4, 4), _H200 + "29 175 623 652"),
+    Row("mma", 200 * KIB, ANY, T(128, 256, 64, 8, 3, persistent=True), _H200 + "22 132 692 667"),
+    Row("mma", 200 * KIB, ANY, T(128, 256, 64, 8, 4, store_halves=True), _H200 + "23 128 687 662"),
+    Row("mma", 200 * KIB, ANY, T(128, 256, 64, 8, 4, persistent=True, store_halves=True), _H200 + "22 125 683 653"),
+    Row("mma", 200 * KIB, ANY, T(128, 256, 64, 8, 3), _H200 + "22 126 631 675"),
+    Row("mma", 200 * KIB, ANY, T(256, 128, 64, 8, 3, persistent=True), _H200 + "22 119 598 618"),
+    Row("mma", 200 * KIB, ANY, T(128, 128, 64, 8, 4), _H200 + "28 170 592 617"),
+    Row("mma", 200 * KIB, ANY, T(128, 128, 64, 4, 4, persistent=True), _H200 + "31 183 648 645"),
+    Row("mma", 200 * KIB, ANY, T(128, 64, 64, 4, 5), _H200 + "35 200 441 463"),
+    Row("mma", 200 * KIB, ANY, T(64, 128, 64, 4, 5), _H200 + "34 204 473 479"),
     # Consumer Blackwell, tensor descriptors
-    Row("mma", 0, 64, MatmulConfig("tma", 64, 64, 64, 4, 4)),
-    Row("mma", 0, ANY, MatmulConfig("tma", 128, 128, 64, 8, 3)),
-    Row("mma", 0, ANY, MatmulConfig("tma", 128, 128, 32, 4, 4)),
-    Row("mma", 0, ANY, MatmulConfig("tma", 128, 64, 64, 4, 3)),
+    Row("mma", 0, 64, T(64, 64, 64, 4, 4)),
+    Row("mma", 0, ANY, T(128, 128, 64, 8, 3)),
+    Row("mma", 0, ANY, T(128, 128, 32, 4, 4)),
+    Row("mma", 0, ANY, T(128, 64, 64, 4, 3)),
     # Ampere and later, plain pointers. With few rows, reading b is all the work, so K is split among programs
-    Row("mma", 0, 16, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=4),
-        _H200 + "16x8192x8192 43"),
-    Row("mma", 0, 64, MatmulConfig("pointers", 64, 64, 32, 8, 4, group_m=1, split_k=4),
-        _H200 + "16x8192x8192 44"),
-    Row("mma", 0, 512, MatmulConfig("pointers", 64, 64, 64, 4, 3),
-        _H200 + "512^3 34, 1024^3 168, 4096^3 343, 8192^3 324"),
-    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 128, 32, 4, 4),
-        _H200 + "512^3 25, 1024^3 142, 4096^3 491, 8192^3 488"),
-    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 128, 64, 8, 3),
-        _H200 + "512^3 26, 1024^3 150, 4096^3 489, 8192^3 505"),
-    Row("mma", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 4, 4),
-        _H200 + "512^3 28, 1024^3 152, 4096^3 379, 8192^3 392"),
-    Row("mma", 0, ANY, MatmulConfig("pointers", 64, 128, 64, 4, 3),
-        _H200 + "512^3 30, 1024^3 164, 4096^3 434, 8192^3 414"),
-    Row("mma", 200 * KIB, ANY, MatmulConfig("pointers", 128, 256, 64, 8, 3),
-        _H200 + "512^3 22, 1024^3 125, 4096^3 615, 8192^3 618"),
-    Row("mma", 0, ANY, MatmulConfig("pointers", 16, 64, 128, 4, 4, group_m=1, split_k=8),
-        _H200 + "16x8192x8192 43"),
+    Row("mma", 0, 16, P(16, 64, 128, 4, 4, group_m=1, split_k=4), _H200 + "16x8192x8192 43"),
+    Row("mma", 0, 64, P(64, 64, 32, 8, 4, group_m=1, split_k=4), _H200 + "16x8192x8192 44"),
+    Row("mma", 0, 512, P(64, 64, 64, 4, 3), _H200 + "34 168 343 324"),
+    Row("mma", 0, ANY, P(128, 128, 32, 4, 4), _H200 + "25 142 491 488"),
+    Row("mma", 0, ANY, P(128, 128, 64, 8, 3), _H200 + "26 150 489 505"),
+    Row("mma", 0, ANY, P(128, 64, 32, 4, 4), _H200 + "28 152 379 392"),
+    Row("mma", 0, ANY, P(64, 128, 64, 4, 3), _H200 + "30 164 434 414"),
+    Row("mma", 200 * KIB, ANY, P(128, 256, 64, 8, 3), _H200 + "22 125 615 618"),
+    Row("mma", 0, ANY, P(16, 64, 128, 4, 4, group_m=1, split_k=8), _H200 + "16x8192x8192 43"),
     # Loads of single elements: a step's addresses and elements are in registers
-    Row("narrow", 0, 16, MatmulConfig("pointers", 16, 64, 64, 4, 3, group_m=1, split_k=4)),
-    Row("narrow", 0, 512, MatmulConfig("pointers", 64, 64, 32, 4, 3)),
-    Row("narrow", 0, ANY, MatmulConfig("pointers", 64, 128, 32, 8, 3)),
-    Row("narrow", 0, ANY, MatmulConfig("pointers", 64, 64, 32, 4, 3, group_m=1, split_k=4)),
+    Row("narrow", 0, 16, P(16, 64, 64, 4, 3, group_m=1, split_k=4)),
+    Row("narrow", 0, 512, P(64, 64, 32, 4, 3)),
+    Row("narrow", 0, ANY, P(64, 128, 32, 8, 3)),
+    Row("narrow", 0, ANY, P(64, 64, 32, 4, 3, group_m=1, split_k=4)),
     # Fragments of 4-byte inputs take twice the registers
-    Row("wide", 0, 16, MatmulConfig("pointers", 16, 32, 32, 4, 3, group_m=1, split_k=4)),
-    Row("wide", 0, 512, MatmulConfig("pointers", 64, 64, 32, 8, 3)),
-    Row("wide", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 8, 4)),
-    Row("wide", 0, ANY, MatmulConfig("pointers", 128, 64, 32, 8, 3)),
+    Row("wide", 0, 16, P(16, 32, 32, 4, 3, group_m=1, split_k=4)),
+    Row("wide", 0, 512, P(64, 64, 32, 8, 3)),
+    Row("wide", 0, ANY, P(128, 64, 32, 8, 4)),
+    Row("wide", 0, ANY, P(128, 64, 32, 8, 3)),
     # Sums of float8 take a second register for the next product
-    Row("float8", 200 * KIB, 64, MatmulConfig("tma", 64, 64, 256, 4, 4)),
-    Row("float8", 200 * KIB, ANY, MatmulConfig("tma", 128, 128, 128, 8, 4)),
-    Row("float8", 200 * KIB, ANY, MatmulConfig("tma", 128, 128, 128, 8, 4, persistent=True)),
-    Row("float8", 200 * KIB, ANY, MatmulConfig("tma", 64, 128, 128, 4, 5)),
-    Row("float8", 0, ANY, MatmulConfig("tma", 128, 128, 64, 8, 3)),
-    Row("float8", 0, 16, MatmulConfig("pointers", 16, 64, 256, 4, 4, group_m=1, split_k=4)),
-    Row("float8", 0, 512, MatmulConfig("pointers", 64, 64, 128, 4, 3)),
-    Row("float8", 0, ANY, MatmulConfig("pointers", 128, 128, 64, 8, 3)),
-    Row("float8", 0, ANY, MatmulConfig("pointers", 64, 128, 128, 4, 3)),
-    Row("narrow float8", 0, 16, MatmulConfig("pointers", 16, 64, 64, 4, 3, group_m=1, split_k=4)),
-    Row("narrow float8", 0, ANY, MatmulConfig("pointers", 64, 64, 64, 4, 3)),
+    Row("float8", 200 * KIB, 64, T(64, 64, 256, 4, 4)),
+    Row("float8", 200 * KIB, ANY, T(128, 128, 128, 8, 4)),
+    Row("float8", 200 * KIB, ANY, T(128, 128, 128, 8, 4, persistent=True)),
+    Row("float8", 200 * KIB, ANY, T(64, 128, 128, 4, 5)),
+    Row("float8", 0, ANY, T(128, 128, 64, 8, 3)),
+    Row("float8", 0, 16, P(16, 64, 256, 4, 4, group_m=1, split_k=4)),
+    Row("float8", 0, 512, P(64, 64, 128, 4, 3)),
+    Row("float8", 0, ANY, P(128, 128, 64, 8, 3)),
+    Row("float8", 0, ANY, P(64, 128, 128, 4, 3)),
+    Row("narrow float8", 0, 16, P(16, 64, 64, 4, 3, group_m=1, split_k=4)),
+    Row("narrow float8", 0, ANY, P(64, 64, 64, 4, 3)),
     # Without tensor cores: the operands of a whole block_k step are in registers, so tiles are small
-    Row("fma", 0, 64, MatmulConfig("pointers", 32, 32, 32, 4, 2)),
-    Row("fma", 0, ANY, MatmulConfig("pointers", 64, 64, 16, 8, 2)),
+    Row("fma", 0, 64, P(32, 32, 32, 4, 2)),
+    Row("fma", 0, ANY, P(64, 64, 16, 8, 2)),
 )
 # fmt: on
 FLOAT8_MIN_K = 32  # of a product

@@ -40,23 +40,25 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _load_vector(ptr, stride, offs, size):
+def _load_vector(ptr, stride, offs, size, COUNT: tl.constexpr):
+    """Return elements `offs` of a vector, of which those below `size` exist. `offs`: [COUNT], or the first of COUNT."""
+    if not offs.type.is_block():
+        offs = offs + tl.arange(0, COUNT)
     return tl.load(ptr + offs.to(tl.int64) * stride, mask=offs < size, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def add_bias(x, bias_ptr, stride_bias, offs_n, N):
-    """Return x [.., columns] plus the biases of the columns `offs_n`, of which those below N exist."""
-    return x + _load_vector(bias_ptr, stride_bias, offs_n, N)[None, :]
+def finish(x, vectors, offs_m, offs_n, M, N, ACTIVATION: tl.constexpr):
+    """Return sums x [rows, columns] after the epilogue. Rows `offs_m` below M and columns `offs_n` below N exist.
 
-
-@triton.jit
-def descale_rows(x, descale_ptr, stride, offs_m, M):
-    """Return x [rows, ..] times the descales of the rows `offs_m`, of which those below M exist."""
-    return x * _load_vector(descale_ptr, stride, offs_m, M)[:, None]
-
-
-@triton.jit
-def descale_columns(x, descale_ptr, stride, offs_n, N):
-    """Return x [.., columns] times the descales of the columns `offs_n`, of which those below N exist."""
-    return x * _load_vector(descale_ptr, stride, offs_n, N)[None, :]
+    `offs_m`, `offs_n`: vectors, which Gluon needs because they have layouts, or the first row and the first column.
+    `vectors`: address, or None, and stride of the bias of columns, the descales of rows, and the descales of columns.
+    """
+    bias_ptr, stride_bias, a_descale_ptr, stride_a_descale, b_descale_ptr, stride_b_descale = vectors
+    if a_descale_ptr is not None:
+        x = x * _load_vector(a_descale_ptr, stride_a_descale, offs_m, M, x.shape[0])[:, None]
+    if b_descale_ptr is not None:
+        x = x * _load_vector(b_descale_ptr, stride_b_descale, offs_n, N, x.shape[1])[None, :]
+    if bias_ptr is not None:
+        x = x + _load_vector(bias_ptr, stride_bias, offs_n, N, x.shape[1])[None, :]
+    return activate(x, ACTIVATION)

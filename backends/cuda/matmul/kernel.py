@@ -14,7 +14,6 @@ the L2 cache (Triton's matrix-multiplication tutorial). All addresses are 64-bit
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,17 +23,14 @@ import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.attention.dots import dot_float8, dot_operand, round_to
-from diyfa.backends.cuda.matmul.configs import (
-    MatmulConfig,
-    candidates,
-    default_config,
-)
-from diyfa.backends.cuda.matmul.epilogue import activate, add_bias, descale_columns, descale_rows
+from diyfa.backends.cuda.attention.launch import launching, pointers, repeating
+from diyfa.backends.cuda.matmul.configs import MatmulConfig, candidates, default_config
+from diyfa.backends.cuda.matmul.epilogue import activate, finish
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
+from diyfa.backends.cuda.runtime.launch import multiprocessors
 from diyfa.backends.cuda.runtime.launcher import Tiles, shared_box
-from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, make_replay
+from diyfa.backends.cuda.runtime.passes import Pass, launch_each
 from diyfa.problem import Launch, MatmulProblem, MatmulTensors, cached_per_problem
 from diyfa.tuning import bucket_size
 
@@ -130,13 +126,8 @@ def _matmul_kernel(
         a_ptrs += step * stride_ak
         b_ptrs += step * stride_bk
     if c.SPLIT_K == 1:
-        if a_descale_ptr is not None:
-            acc = descale_rows(acc, a_descale_ptr, stride_a_descale, offs_m, M)
-        if b_descale_ptr is not None:
-            acc = descale_columns(acc, b_descale_ptr, stride_b_descale, offs_n, N)
-        if bias_ptr is not None:
-            acc = add_bias(acc, bias_ptr, stride_bias, offs_n, N)
-        acc = activate(acc, c.ACTIVATION)
+        vectors = (bias_ptr, stride_bias, a_descale_ptr, stride_a_descale, b_descale_ptr, stride_b_descale)
+        acc = finish(acc, vectors, offs_m, offs_n, M, N, c.ACTIVATION)
     c_ptrs = c_ptr + (split.to(tl.int64) * M + offs_m[:, None]) * stride_cm + offs_n[None, :] * stride_cn
     tl.store(c_ptrs, round_to(acc, c_ptr.dtype.element_ty), mask=mask_m & mask_n)
 
@@ -193,13 +184,8 @@ def _matmul_tma_kernel(
                 acc += dot_float8(a, b)
             else:
                 acc = tl.dot(dot_operand(a), dot_operand(b), acc)
-        if a_descale_ptr is not None:
-            acc = descale_rows(acc, a_descale_ptr, stride_a_descale, start_m + tl.arange(0, c.BLOCK_M), M)
-        if b_descale_ptr is not None:
-            acc = descale_columns(acc, b_descale_ptr, stride_b_descale, start_n + tl.arange(0, c.BLOCK_N), N)
-        if bias_ptr is not None:
-            acc = add_bias(acc, bias_ptr, stride_bias, start_n + tl.arange(0, c.BLOCK_N), N)
-        acc = activate(acc, c.ACTIVATION)
+        vectors = (bias_ptr, stride_bias, a_descale_ptr, stride_a_descale, b_descale_ptr, stride_b_descale)
+        acc = finish(acc, vectors, start_m, start_n, M, N, c.ACTIVATION)
         if c.STORE_HALVES:
             halves = tl.permute(tl.reshape(acc, (c.BLOCK_M, 2, c.BLOCK_N // 2)), (0, 2, 1))
             left, right = tl.split(halves)  # [BLOCK_M, BLOCK_N // 2]
@@ -231,9 +217,7 @@ def epilogue_arguments(tensors: MatmulTensors | None) -> dict[str, Any]:
     """Return a kernel's arguments of the epilogue; without tensors they are None."""
     _, _, bias, a_descale, b_descale = tensors or (None,) * 5
     return {
-        "bias_ptr": bias,
-        "a_descale_ptr": a_descale,
-        "b_descale_ptr": b_descale,
+        **pointers(bias=bias, a_descale=a_descale, b_descale=b_descale),
         "stride_bias": 1 if bias is None else bias.stride(0),
         "stride_a_descale": _vector_stride(a_descale),
         "stride_b_descale": _vector_stride(b_descale),
@@ -250,17 +234,12 @@ def _launch_tma(problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor,
         "b_desc": _descriptor(b, b_transposed, (config.block_k, config.block_n)),
         "c_desc": _descriptor(c, False, (config.block_m, config.block_n >> config.store_halves)),
         **epilogue_arguments(tensors),
-        "M": m,
-        "N": n,
-        "K": k,
-    }
+        "M": m, "N": n, "K": k,
+    }  # fmt: skip
     constants = DescriptorConstants.read_from(
-        config,
-        a_transposed=a_transposed,
-        b_transposed=b_transposed,
-        out_dtype=TL_DTYPE[problem.out_dtype],
+        config, a_transposed=a_transposed, b_transposed=b_transposed, out_dtype=TL_DTYPE[problem.out_dtype],
         activation=problem.activation,
-    )
+    )  # fmt: skip
     # In the interpreter only 2, so that each program has several tiles.
     programs = min(tiles, multiprocessors(a.device) or 2) if config.persistent else tiles
     return Launch(_matmul_tma_kernel, programs, arguments, {"c": constants}, _options(config))
@@ -271,27 +250,16 @@ def _launch_pointers(problem: MatmulProblem, tensors: MatmulTensors, c: torch.Te
     m, n, k = problem.m, problem.n, problem.k
     a, b = tensors.a, tensors.b
     arguments = {
-        "a_ptr": a,
-        "b_ptr": b,
+        **pointers(a=a, b=b, c=c),
         **epilogue_arguments(tensors if config.split_k == 1 else None),
-        "c_ptr": c,
-        "stride_am": a.stride(0),
-        "stride_ak": a.stride(1),
-        "stride_bk": b.stride(0),
-        "stride_bn": b.stride(1),
-        "stride_cm": c.stride(-2),
-        "stride_cn": c.stride(-1),
-        "M": m,
-        "N": n,
-        "K": k,
-    }
+        "stride_am": a.stride(0), "stride_ak": a.stride(1), "stride_bk": b.stride(0), "stride_bn": b.stride(1),
+        "stride_cm": c.stride(-2), "stride_cn": c.stride(-1),
+        "M": m, "N": n, "K": k,
+    }  # fmt: skip
     constants = PointerConstants.read_from(
-        config,
-        even_k=k % (config.block_k * config.split_k) == 0,
-        compute_dtype=TL_DTYPE[problem.compute_dtype],
-        precision=problem.precision,
-        activation=problem.activation if config.split_k == 1 else None,
-    )
+        config, even_k=k % (config.block_k * config.split_k) == 0, compute_dtype=TL_DTYPE[problem.compute_dtype],
+        precision=problem.precision, activation=problem.activation if config.split_k == 1 else None,
+    )  # fmt: skip
     grid = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n), config.split_k
     aligned = tuple([name for name, size in (("N", n), ("K", k)) if size % 16 == 0])  # rows are read and written wide
     return Launch(_matmul_kernel, grid, arguments, {"c": constants}, _options(config), aligned)
@@ -305,14 +273,10 @@ def make_sum(problem: MatmulProblem, partials: torch.Tensor, tensors: MatmulTens
     """Return the launch that adds up partial sums (splits, M, N) and writes them with their epilogue to c."""
     size = problem.m * problem.n
     arguments = {
-        "partial_ptr": partials,
+        **pointers(partial=partials, c=c),
         **epilogue_arguments(tensors),
-        "c_ptr": c,
-        "stride_cm": c.stride(0),
-        "stride_cn": c.stride(1),
-        "size": size,
-        "N": problem.n,
-    }
+        "stride_cm": c.stride(0), "stride_cn": c.stride(1), "size": size, "N": problem.n,
+    }  # fmt: skip
     constants = {"c": SumConstants(partials.shape[0], SUM_BLOCK, problem.activation)}
     return Launch(_sum_splits_kernel, triton.cdiv(size, SUM_BLOCK), arguments, constants, {})
 
@@ -359,35 +323,6 @@ def partials_of(launches: list[Launch]) -> list[torch.Tensor]:
     return [launch.arguments["partial_ptr"] for launch in launches if "partial_ptr" in launch.arguments]
 
 
-def launching(describe: Callable[..., Pass]) -> Callable[..., None]:
-    """Return `Kernel.launch` of a kernel whose pass `describe(problem, tensors, c)` returns."""
-
-    def launch(problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor) -> None:
-        with on_device(c):
-            launch_each(describe(problem, tensors, c).launches)
-
-    return launch
-
-
-def repeating(describe: Callable[..., Pass], choice: Callable[[], object] = tune.state) -> Callable[..., Replay | None]:
-    """Return `Kernel.repeat` of a kernel whose pass `describe(problem, tensors, c)` returns.
-
-    `choice` returns what decides on its tile besides the problem.
-    """
-
-    def repeat(problem: MatmulProblem, tensors: MatmulTensors, c: torch.Tensor) -> Replay | None:
-        # Detached, they are different objects, even if two of them are one tensor.
-        a, b, *optional = tensors
-        tensors = MatmulTensors(a.detach(), b.detach(), *[None if x is None else x.detach() for x in optional])
-        c = c.detach()
-        with on_device(c):
-            return make_replay(describe(problem, tensors, c), tensors.present(), [c], choice)
-
-    return repeat
-
-
-matmul_tma, repeat_tma = launching(partial(_pass, form="tma")), repeating(partial(_pass, form="tma"))
-matmul_pointers, repeat_pointers = (
-    launching(partial(_pass, form="pointers")),
-    repeating(partial(_pass, form="pointers")),
-)
+_tma_pass, _pointers_pass = partial(_pass, form="tma"), partial(_pass, form="pointers")
+matmul_tma, repeat_tma = launching(_tma_pass), repeating(_tma_pass)
+matmul_pointers, repeat_pointers = launching(_pointers_pass), repeating(_pointers_pass)

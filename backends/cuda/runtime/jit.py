@@ -90,12 +90,6 @@ def _why_it_is_missing(arch: str) -> str:
     )
 
 
-def _advice() -> str:
-    if cache_folder() is None:
-        return "DIYFA_CACHE_DIR may name a folder that keeps it for later processes"
-    return "Later processes find it there. `diyfa warmup` compiles kernels before a process needs them"
-
-
 _printed: list[bool] = []
 _PRINTING = threading.Lock()
 
@@ -110,7 +104,10 @@ def _message(arch: str, launch: Launch) -> Iterator[None]:
                 return
             _printed.append(True)
             text = f"diyfa is compiling {launch.kernel.fn.__name__} for {arch}, which takes seconds"
-            print(f"{text}: {_why_it_is_missing(arch)}. {_advice()}.", file=sys.stderr, flush=True)
+            advice = "Later processes find it there. `diyfa warmup` compiles kernels before a process needs them"
+            if cache_folder() is None:
+                advice = "DIYFA_CACHE_DIR may name a folder that keeps it for later processes"
+            print(f"{text}: {_why_it_is_missing(arch)}. {advice}.", file=sys.stderr, flush=True)
 
     if _printed:
         yield

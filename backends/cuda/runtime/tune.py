@@ -33,12 +33,8 @@ WARMUP_MS, MEASURE_MS = 20, 60
 
 def identity(device_name: str) -> dict[str, str]:
     """Return what a measurement depends on besides the problem. Each value has a cache file of its own."""
-    return {
-        "device": device_name,
-        "diyfa": diyfa_version(),
-        "triton": triton.__version__,
-        "cuda": str(torch.version.cuda),
-    }
+    versions = {"diyfa": diyfa_version(), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
+    return {"device": device_name, **versions}
 
 
 def _bench(run: Callable[[], None]) -> float:
@@ -57,14 +53,13 @@ class Tuner(shared.Tuner):
     """`diyfa.tuning.Tuner` on CUDA. For tests, `device` and `may_measure` replace the answers of the current device."""
 
     device_needed = "there is no CUDA device to measure on"
+    _cannot_run = staticmethod(cannot_run)
 
     def __init__(
-        self,
-        timer: Callable[[Callable[[], None]], float] = _bench,
-        device: Callable[[], tuple[int, str] | None] | None = None,
-        may_measure: Callable[[], bool] | None = None,
+        self, timer: Callable[[Callable[[], None]], float] = _bench,
+        device: Callable[[], tuple[int, str] | None] | None = None, may_measure: Callable[[], bool] | None = None,
         rounds: int = ROUNDS,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(timer, rounds)
         self._current_device = device or _current_device
         self._measurable = may_measure or _may_measure
@@ -75,14 +70,11 @@ class Tuner(shared.Tuner):
     def _measures_unasked(self) -> bool:
         return may_compile() and not _has_pack()
 
-    def _may_measure(self) -> bool:
-        return self._measurable()
-
     def _identity(self, device_name: str) -> dict[str, str]:
         return identity(device_name)
 
-    def _cannot_run(self, error: Exception) -> bool:
-        return cannot_run(error)
+    def _may_measure(self) -> bool:
+        return self._measurable()
 
 
 def _current_device() -> tuple[int, str] | None:

@@ -620,12 +620,9 @@ def split_count(problem: KVCacheProblem, tile: AttentionTile, tiles: int, progra
 
 
 def make_launches(
-    problem: KVCacheProblem,
-    tensors: KVCacheTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor,
     tile: AttentionTile | None = None,
-) -> list[Launch]:
+) -> list[Launch]:  # fmt: skip
     """Return the launches that fill out and lse, one to three. `tile` replaces the table's tile."""
     tile = tile or configs.untuned_tile(problem, "decode")
     group = problem.heads_q // problem.heads_kv
@@ -680,49 +677,29 @@ def heads_per_tile(problem: KVCacheProblem, tile: AttentionTile) -> int:
 def call_values(problem: KVCacheProblem, tensors: KVCacheTensors, tile: AttentionTile) -> dict[str, Any]:
     """Return the kernels' arguments and constants of a call by name, except results."""
     table = tensors.block_table
-    keys = "thd" if problem.packed_keys else "bshd"
     # A single query is at the last key, so no key is later.
     right = problem.window_right if problem.seqlen_q > 1 else -1
-    names = "batch heads_q heads_kv seqlen_q total_q capacity page_size window_left"
+    sizes = ("batch", "heads_q", "heads_kv", "seqlen_q", "total_q", "capacity", "page_size", "window_left")
+    constants = ("head_dim", "head_dim_v", "alibi", "sinks", "varlen", "packed_keys")
+    flags = {"SEQLENS": "seqlens", "CU_SEQLENS_K": "cu_seqlens_k", "BATCH_IDX": "cache_batch_idx", "LEFTPAD": "leftpad"}
     return {
         **tensor_arguments(problem.layout, q=tensors.q),
-        **tensor_arguments(keys, k=tensors.k_cache, v=tensors.v_cache),
-        "seqlens_ptr": tensors.seqlens,
-        "cu_seqlens_q_ptr": tensors.cu_seqlens_q,
-        "cu_seqlens_k_ptr": tensors.cu_seqlens_k,
-        "block_table_ptr": table,
-        "stride_table": 0 if table is None else table.stride(0),
+        **tensor_arguments("thd" if problem.packed_keys else "bshd", k=tensors.k_cache, v=tensors.v_cache),
+        **{f"{x}_ptr": getattr(tensors, x) for x in ("seqlens", "cu_seqlens_q", "cu_seqlens_k", "leftpad", "sinks")},
+        "block_table_ptr": table, "stride_table": 0 if table is None else table.stride(0),
         "batch_idx_ptr": tensors.cache_batch_idx,
-        "leftpad_ptr": tensors.leftpad,
-        "slopes_ptr": tensors.alibi_slopes,
-        "stride_slope_b": per_head_stride(tensors.alibi_slopes),
-        "sinks_ptr": tensors.sinks,
+        "slopes_ptr": tensors.alibi_slopes, "stride_slope_b": per_head_stride(tensors.alibi_slopes),
         **configs.attention_scalars(problem, tensors.sm_scale, 0.0),
-        **{name: getattr(problem, name) for name in names.split()},
-        "window_right": right,
-        "length": tensors.length,
-        "added": tensors.added,
+        **{name: getattr(problem, name) for name in sizes},
+        "window_right": right, "length": tensors.length, "added": tensors.added,
         "cache_dim0": tensors.k_cache.shape[0],
-        "HEAD_DIM": problem.head_dim,
-        "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": padded_head_dim(problem.head_dim),
-        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
-        "BLOCK_N": tile.block_n,
-        "HAS_LEFT": problem.window_left >= 0,
-        "HAS_RIGHT": right >= 0,
-        "SOFTCAP": configs.softcap_form(problem),
-        "ALIBI": problem.alibi,
-        "SINKS": problem.sinks,
-        "ALWAYS_MASK": configs.ALWAYS_MASK,
-        "VARLEN": problem.varlen,
-        "SEQLENS": tensors.seqlens is not None,
-        "CU_SEQLENS_K": tensors.cu_seqlens_k is not None,
-        "PACKED_KEYS": problem.packed_keys,
-        "PAGES": configs.pages_form(problem, tile),
-        "BATCH_IDX": tensors.cache_batch_idx is not None,
-        "LEFTPAD": tensors.leftpad is not None,
-        "INTERPRET": INTERPRETED,
-    }
+        **{name.upper(): getattr(problem, name) for name in constants},
+        **{name: getattr(tensors, x) is not None for name, x in flags.items()},
+        "BLOCK_D": padded_head_dim(problem.head_dim), "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "BLOCK_N": tile.block_n, "HAS_LEFT": problem.window_left >= 0, "HAS_RIGHT": right >= 0,
+        "SOFTCAP": configs.softcap_form(problem), "PAGES": configs.pages_form(problem, tile),
+        "ALWAYS_MASK": configs.ALWAYS_MASK, "INTERPRET": INTERPRETED,
+    }  # fmt: skip
 
 
 def kvcache_fwd(problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor) -> None:

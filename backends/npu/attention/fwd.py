@@ -241,12 +241,9 @@ def _fwd_kernel(
 
 
 def make_launch(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor,
     tile: AttentionTile | None = None,
-) -> Launch:
+) -> Launch:  # fmt: skip
     """Return the launch that fills out and lse. `tile` replaces the table's tile."""
     tile = tile or fwd_tile(problem)
     tasks = triton.cdiv(problem.seqlen_q, tile.block_m) * problem.batch * problem.heads_q
