@@ -26,8 +26,8 @@ class Source(NamedTuple):
 
 CARDS: dict[str, dict[str, tuple[Source, ...]]] = {
     "H200": {
-        "forward": (Source("h200-2026-11-23-hopper.json", (64, 128, 256), ("cudnn", "fa3", "fa4", "diyfa")),),
-        "backward": (Source("h200-2026-11-25-hopper-bwd.json", (64, 128, 256), ("cuDNN", "", "fa4", "diyfa")),),
+        "forward": (Source("h200-2026-12-01-attention.json", (64, 128, 256), PEERS),),
+        "backward": (Source("h200-2026-12-01-attention.json", (64, 128, 256), PEERS),),
     },
     "H100": {
         "forward": (
