@@ -178,10 +178,10 @@ def predict(sizes: Sizes, ranks: int, rows: int, reps: int, kernel_tflops: list[
     rows_found = []
     for links, machine in LINKS.items():
         peer, exchange = machine.peer, machine.exchange
-        home = work.sums / peer + LATENCY
-        keys = work.keys / peer + LATENCY
-        moved = work.exchanged / exchange + 2 * LATENCY
-        merge = work.merged / machine.memory if kernel_tflops else 0.0  # measured steps include it
+        home = work.gradient_bytes / peer + LATENCY
+        keys = work.kv_bytes / peer + LATENCY
+        moved = work.exchanged_bytes / exchange + 2 * LATENCY
+        merge = work.merged_bytes / machine.memory if kernel_tflops else 0.0  # measured steps include it
         forward = [[own[0], *(x + merge for x in own[1:])] for own in steps["forward"]]
         ahead, back = ring_timeline(forward, keys), ring_timeline(steps["backward"], keys + home) + home
         times = {"ring": (ahead, back)}
@@ -194,7 +194,7 @@ def predict(sizes: Sizes, ranks: int, rows: int, reps: int, kernel_tflops: list[
                 "forward_s": forward, "backward_s": backward,
                 "forward_efficiency": whole[0] / ranks / forward,
                 "efficiency": sum(whole) / ranks / (forward + backward),
-                "sent_GB_forward": (work.keys * (ranks - 1) if ring else work.exchanged) / 1e9,
+                "sent_GB_forward": (work.kv_bytes * (ranks - 1) if ring else work.exchanged_bytes) / 1e9,
                 "links_alone_s": keys * (ranks - 1) if ring else moved,
             })  # fmt: skip
     print(ASSUMED)
@@ -253,7 +253,7 @@ def measure(sizes: Sizes, rows: int, reps: int, methods: list[str]) -> list[dict
         forward, total = (reduced(seconds_of(run, sizes.device, reps), sizes.device) for run in runs)
         ring = method == "ring"
         ahead, back = (_ring_apart if ring else _ulysses_apart)(sizes, rows, [x.detach() for x in qkv], reps)
-        sent = work.keys * (ranks - 1) if ring else work.exchanged
+        sent = work.kv_bytes * (ranks - 1) if ring else work.exchanged_bytes
         bounds = [max(x) if ring else sum(x) for x in (ahead, back)]
         row = {
             "method": method, "tokens": rows, "ranks": ranks, "one_device_s": sum(alone),
