@@ -83,7 +83,7 @@ def test_refusals() -> None:
 
 NAME = "hopper.tutorial"
 # The channel's own are taken away in test_hopper_bwd_synchronisation.py.
-FUNCTIONS = ("mbarrier.wait", "mbarrier.expect", "mbarrier.init", "fence_async_shared", "tma.store_wait", "_turn")
+FUNCTIONS = ("mbarrier.wait", "mbarrier.expect", "mbarrier.init", "fence_async_shared", "tma.store_wait", "turn")
 METHODS = ("acquire", "wait", "release")
 
 
@@ -125,7 +125,7 @@ MUTANTS = {
         Race,
     ),
     "nobody has the first turn": ("if INDEX == 1:", "if False:", Deadlock),
-    "a consumer never hands over": ('_turn("arrive", 1 - INDEX)', '_turn("arrive", INDEX)', KernelBug),
+    "a consumer never hands over": ('turn("arrive", 1 - INDEX)', 'turn("arrive", INDEX)', KernelBug),
 }
 
 
