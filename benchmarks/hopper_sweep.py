@@ -177,6 +177,7 @@ def _ours(
     problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", b, h, h, s, s, d, dv, -1, 0 if causal else -1)
     out, lse = torch.empty_like(v), q.new_empty((b, h, s), dtype=torch.float32)
     tensors = AttentionTensors(q, k, v, d**-0.5)
+
     def call() -> torch.Tensor:
         with use_config("sm90", lambda problem: hopper_configs.fitted(problem, config)):
             launch_each(hopper_fwd_launch.forward_pass(problem, tensors, out, lse).launches)
