@@ -85,6 +85,7 @@ CASES |= {
     "int8_zeros": int8(data="zeros", kind="block", means=True),
     "int8_window": int8(kind="block", means=True, options={"window": (100, 3)}),
     "int8_below_0": int8(kind="block", means=True, options={"sm_scale": -0.3}),
+    "int8_peaks_below_0": int8(E4M3, data="peaks", kind="block", options={"sm_scale": -0.3}),
     "int8_softcap": int8(kind="block", options={"softcap": 8.0, "causal": True}),
     "int8_alibi_sinks": int8(E4M3, kind="block", means=True, alibi=True, sinks=True, heads=2),
     "int8_seq_lens": int8(lengths=(90, 7, 300), kind="block", means=True, seqlen_q=300, options={"causal": True}),

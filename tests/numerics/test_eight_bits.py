@@ -166,6 +166,18 @@ def test_extreme_descales(kernel: str, factor: float) -> None:
     torch.testing.assert_close(found[1], want[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("factor", [2.0**-105, 2.0**105], ids=["tiny_q", "huge_q"])
+def test_descales_that_make_up_for_each_other(kernel: str, factor: float) -> None:
+    """Results are those of ordinary ones, with descales of blocks and without a mask, too."""
+    (q, k, v), _ = make_call(on(kernel, Case(kind="block", seqlen_q=130, seqlen_k=256)))
+    assert q.descale is not None and k.descale is not None
+    changed = q._replace(descale=q.descale * factor), k._replace(descale=k.descale / factor)
+    for causal in (False, True):
+        found, want = attend(kernel, *changed, v, causal=causal), attend(kernel, q, k, v, causal=causal)
+        torch.testing.assert_close(found[0].float(), want[0].float(), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(found[1], want[1], rtol=1e-5, atol=1e-5)
+
+
 @targets
 def test_a_v_of_16_bits_may_have_a_descale(backend: str) -> None:
     (q, k, v), _ = make_call(Case(dtype=INT8, value_dtype=F16, kind="head"))
@@ -245,25 +257,28 @@ def test_blocks_of_a_longest_sequence_beyond_all_rows(kernel: str) -> None:
     torch.testing.assert_close(results[0].cpu().double(), want[0], rtol=0.1, atol=0.1 * float(want[0].abs().max()))
 
 
-@targets
-def test_a_mean_that_is_not_finite_beside_a_sequence_without_keys(backend: str) -> None:
-    case = Case(layout="thd", lengths=(50, 20), kind="head", means=True, sinks=True, seqlen_q=50, seqlen_k=50)
-    (q, k, v), options = make_call(on(backend, case))
-    assert k.mean is not None and v.mean is not None
-    k.mean[0], v.mean[0] = float("nan"), float("inf")
-    options["cu_seqlens_k"] = torch.tensor([0, 0, 70], dtype=torch.int32)
-    device = TARGETS[backend].device
-    parts = [Quantized(*(None if y is None else y.to(device) for y in x)) for x in (q, k, v)]
-    options = {name: x.to(device) for name, x in options.items()}
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 3)], ids=["all", "window"])
+def test_what_is_not_finite_does_not_show_in_a_sequence_without_keys(kernel: str, window: tuple[int, int]) -> None:
+    target, variant = run_by(kernel)
+    case = Case(layout="thd", lengths=(70, 20), kind="head", means=True, sinks=True, seqlen_q=70, seqlen_k=70)
+    (q, k, v), options = make_call(on(kernel, case))
+    assert k.mean is not None and v.mean is not None and k.descale is not None
+    k.mean[0], v.mean[0], k.descale[0] = float("nan"), float("inf"), float("nan")
+    k, v = k._replace(values=k.values[:20]), v._replace(values=v.values[:20])
+    options["cu_seqlens_k"] = torch.tensor([0, 0, 20], dtype=torch.int32)
+    parts = [Quantized(*(None if y is None else y.to(target.device) for y in x)) for x in (q, k, v)]
+    options = {name: x.to(target.device) for name, x in options.items()}
     results = diyfa.flash_attention_varlen(
-        *parts, **options, max_seqlen_q=50, max_seqlen_k=70, return_lse=True, backend=backend
-    )
+        *parts, **options, max_seqlen_q=70, max_seqlen_k=70, window=window, return_lse=True, backend=target.backend,
+        variant=variant,
+    )  # fmt: skip
     out, lse = (x.cpu() for x in results)
-    assert (out[:50] == 0).all() and out[50:].isfinite().all() and lse[:, 50:].isfinite().all()
-    torch.testing.assert_close(lse[:, :50], options["sinks"].cpu()[:, None].expand(-1, 50), rtol=0, atol=1e-6)
+    assert (out[:70] == 0).all() and out[70:].isfinite().all() and lse[:, 70:].isfinite().all()
+    torch.testing.assert_close(lse[:, :70], options["sinks"].cpu()[:, None].expand(-1, 70), rtol=0, atol=1e-6)
 
 
-def test_small_weights_are_not_lost(kernel: str) -> None:
+@pytest.mark.parametrize("descale", [torch.ones(1), torch.ones(1, 1, 7)], ids=["tensor", "block"])
+def test_small_weights_are_not_lost(kernel: str, descale: torch.Tensor) -> None:
     """One key has most of the weight, 400 others 2**-10 each: unscaled, float8 would make all of them 0."""
     q, k = torch.zeros(1, 1, 128, 64), torch.zeros(1, 1, 401, 64)
     q[..., 0], k[:, :, 0, 0] = 1.0, 7.0
@@ -271,6 +286,7 @@ def test_small_weights_are_not_lost(kernel: str) -> None:
     v[:, :, 0] = 0.0
     dtypes = (INT8, INT8, F16) if kernel == "npu" else (E4M3, E4M3, E4M3)
     parts = [Quantized(x.to(dtype), torch.ones(1)) for x, dtype in zip((q, k, v), dtypes, strict=True)]
+    parts[1] = parts[1]._replace(descale=descale)
     out, _ = attend(kernel, *parts, sm_scale=1.0)
     want = 400 / (400 + torch.e**7)
     torch.testing.assert_close(out.float(), torch.full_like(out, want, dtype=F32), rtol=0.07, atol=0)

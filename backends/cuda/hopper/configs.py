@@ -387,8 +387,9 @@ def count_tiles(problem: AttentionProblem, config: Sm90Config) -> int:
 def heads_in_parallel(problem: AttentionProblem) -> int:
     """Return the number of query heads whose tiles alternate: if tiles differ in length, those whose K and V fit L2.
 
-    All groups of such heads are equally large, up to one KV head. The longest tiles of a group come first, so a small
-    last group would begin its long tiles when no others are left.
+    There are as few groups of such heads as that takes. They are equally large if their number divides that of the KV
+    heads, else the last one is smaller. The longest tiles of a group come first, so a small last group would begin its
+    long tiles when no others are left.
     """
     if (problem.window_right < 0 and not problem.mask) or problem.window_left >= 0 or problem.varlen:
         return 1

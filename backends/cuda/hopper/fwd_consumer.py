@@ -278,9 +278,12 @@ def _finish_rows(consumer, tile, rows, offs_m, o, m_i, l_i, scale, mean_products
         l_rounded = gl.convert_layout(gl.max(o[run_count(config.BOXES_V)], 1), l_i.type.layout)
     # A row that saw no key or is beyond its sample's end has out 0 and lse +inf.
     has_keys = l_i != 0.0
-    if config.BITS == 8 and problem.HAS_RIGHT:  # a NaN factor makes l_i NaN even if all keys are hidden
-        right = 0 if problem.CAUSAL else problem.window_right
-        has_keys = has_keys & (rows.position + right >= 0)
+    if config.BITS == 8:  # a NaN factor makes l_i NaN even if all keys are hidden
+        if problem.HAS_RIGHT:
+            right = 0 if problem.CAUSAL else problem.window_right
+            has_keys = has_keys & (rows.position + right >= 0)
+        if problem.LENGTHS == PACKED:
+            has_keys = has_keys & (tile.n_keys > 0)
     if config.K_MEAN:  # q times the mean of k is part of each score of a row: it moves the lse, not the weights
         m_i += (-mean_products if consumer.score.NEGATE else mean_products) * scale
         # NaN if the product is not finite.

@@ -10,7 +10,7 @@ from diyfa.backends.cuda.gluon.compat import aggregate
 LOG2E = gl.constexpr(1.4426950408889634)
 BLOCK_K = gl.constexpr(eight_bits.BLOCK_K)
 LN2 = gl.constexpr(0.6931471805599453)
-SMALLEST_SCALE = gl.constexpr(1e-30)
+SMALLEST_SCALE = gl.constexpr(2.0**-126)  # the smallest normal number: large descales of blocks may make up for it
 LARGEST_PRODUCT = gl.constexpr(2.358e38)  # about the largest number whose product with LOG2E float32 holds
 
 
