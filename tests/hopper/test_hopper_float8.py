@@ -294,5 +294,6 @@ def test_buffers_fit_shared_memory(
     block_bytes = width * boxes + width_v * boxes_v * dtypes[1].itemsize
     size = rows * width * boxes + chosen.stages // 2 * chosen.block_n * block_bytes
     assert chosen.separate_o_buffer or chosen.store_from_registers  # out is larger than the queries
-    size += rows * width_v * boxes_v * 2 if chosen.separate_o_buffer else 0
+    out_bytes = 4 if problem.out_dtype == "float32" else 2
+    size += rows * width_v * boxes_v * out_bytes if chosen.separate_o_buffer else 0
     assert chosen.stages % 2 == 0 and size + 16384 <= 227 * 1024

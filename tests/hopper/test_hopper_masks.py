@@ -196,6 +196,8 @@ def test_heads_whose_tiles_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_configs, "L2_BYTES", 8 * 2 * 2 * PROBLEM.seqlen_k * PROBLEM.head_dim)
     assert hopper_configs.heads_in_parallel(PROBLEM) == 4
     assert hopper_configs.heads_in_parallel(PROBLEM.replace(mask=(), window_right=0)) == 8
+    twelve = PROBLEM.replace(mask=(), window_right=0, batch=3, heads_q=8, heads_kv=4)  # KV heads: two groups of six
+    assert hopper_configs.heads_in_parallel(twelve) == 12
     assert hopper_configs.heads_in_parallel(PROBLEM.replace(mask=())) == 1
 
 

@@ -260,7 +260,7 @@ def test_blocks_of_a_longest_sequence_beyond_all_rows(kernel: str) -> None:
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 3)], ids=["all", "window"])
 def test_what_is_not_finite_does_not_show_in_a_sequence_without_keys(kernel: str, window: tuple[int, int]) -> None:
     target, variant = run_by(kernel)
-    case = Case(layout="thd", lengths=(70, 20), kind="head", means=True, sinks=True, seqlen_q=70, seqlen_k=70)
+    case = Case(INT8, BF16, "head", True, layout="thd", lengths=(70, 20), sinks=True, seqlen_q=70, seqlen_k=70)
     (q, k, v), options = make_call(on(kernel, case))
     assert k.mean is not None and v.mean is not None and k.descale is not None
     k.mean[0], v.mean[0], k.descale[0] = float("nan"), float("inf"), float("nan")

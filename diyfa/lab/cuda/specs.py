@@ -432,12 +432,12 @@ def _hopper_eight_bit_problems(arch: str) -> Iterator[AttentionProblem]:
     block = {"q_descale": PER_BLOCK, "k_descale": PER_BLOCK, "v_descale": PER_HEAD}
     means = {"k_mean": True, "v_mean": True}
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
-    small = {"seqlen_q": 512, "seqlen_k": 512}
+    small: dict[str, Any] = {"seqlen_q": 512, "seqlen_k": 512}
     cases: list[tuple[int, bool, dict[str, Any]]] = [
         *((*case, e4m3 | tensor) for case in hopper_configs.FLOAT8_CONFIGS),
         *((*case, int8 | tensor) for case in hopper_configs.INT8_CONFIGS),
         *((*case, int8_e4m3 | tensor) for case in hopper_configs.FLOAT8_CONFIGS),
-        *((d, True, x | small | tensor) for d in hopper_configs.FLOAT8_SMALL for x in (e4m3, int8, int8_e4m3)),
+        *((d, True, small | x | tensor) for d in hopper_configs.FLOAT8_SMALL for x in (e4m3, int8, int8_e4m3)),
     ]
     for x in (e4m3, int8, int8_e4m3):
         cases += [
