@@ -110,8 +110,9 @@ def _sees_tile(tile_i, tile_j, n: tl.constexpr, numbers):
 def _sees(TERM: tl.constexpr, INDEX: tl.constexpr, b, h, i, j, shift, exists_i, exists_j, inputs, c: tl.constexpr):
     """Return whether queries at positions i [ROWS, 1, 1] see keys j [1, words, 32] by comparison INDEX of a term.
 
-    The result broadcasts to [ROWS, words, 32]. `exists_i`, `exists_j`: whether a query or key lies inside its sequence.
-    `inputs`: as `_rows_kernel` forms it. `shift`: Sk - Sq.
+    The result broadcasts to [ROWS, words, 32]. Positions count from the first key, and the last query has that of the
+    last key: query number r has position r + shift, `shift` = Sk - Sq. `exists_i`, `exists_j`: whether a query or key
+    lies inside its sequence. `inputs`: as `_rows_kernel` forms it.
     """
     numbers, tensors, strides, _ = inputs
     COMPARISON: tl.constexpr = _comparison(c.TERMS, TERM, INDEX)
@@ -128,7 +129,9 @@ def _sees(TERM: tl.constexpr, INDEX: tl.constexpr, b, h, i, j, shift, exists_i, 
         ids = tensors[t] + b * strides[t]
         seen = tl.load(ids + i, mask=exists_i, other=0) == tl.load(ids + j, mask=exists_j, other=0)
     elif NAME == "tiles":
-        volume, tokens = numbers[n], numbers[n + 1]  # tokens of a tile and of the grid; text follows the grid
+        # Tokens of a tile, and of the grid of tiles. Text follows the grid: if numbers[n + 2] is 1, it is seen by all
+        # and sees all.
+        volume, tokens = numbers[n], numbers[n + 1]
         is_text = (i >= tokens) | (j >= tokens)
         seen = (is_text & (numbers[n + 2] != 0)) | ((is_text == 0) & _sees_tile(i // volume, j // volume, n, numbers))
     elif NAME == "function":
@@ -177,7 +180,8 @@ def _bounds(TERM: tl.constexpr, INDEX: tl.constexpr, b, rows, keys, block_j, inp
     elif NAME == "tiles":
         volume, tokens = numbers[n], numbers[n + 1]
         text = numbers[n + 2] != 0
-        all_text = (i0 >= tokens) | (j0 >= tokens)
+        all_text = (i0 >= tokens) | (j0 >= tokens)  # each pair of the block has a query or a key in the text
+        # Only if the queries lie in one tile, and the keys in one, the corner at (i0, j0) decides on the block.
         one_tile = (i0 // volume == i1 // volume) & (j0 // volume == j1 // volume) & (i1 < tokens) & (j1 < tokens)
         seen = _sees_tile(i0 // volume, j0 // volume, n, numbers)
         some = tl.where(all_text, text, (one_tile == 0) | seen)

@@ -243,10 +243,12 @@ _RAGGED: dict[str, tuple[Row, ...]] = {
     ),
 }
 # fmt: on
+# "wgmma ragged" has the rows of _RAGGED first, then those of "wgmma" with other tiles.
 for _kind, _table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ)):
     _tiles = {(width, replace(tile, measured="", spill_budget=0)) for width, tile in _RAGGED[_kind]}
     _others = [row for row in _table["wgmma"] if (row[0], replace(row[1], measured="", spill_budget=0)) not in _tiles]
     _table["wgmma ragged"] = (*_RAGGED[_kind], *_others)
+# Kind of kernel -> class -> rows. All classes but those of eight bits also have the rows for wide heads.
 _TABLES = {
     kind: {
         name: rows if name.startswith("eight bits") else (*rows, *(_WIDE_FLOAT32 if name == "float32" else _WIDE[kind]))
@@ -336,9 +338,10 @@ def shared_bytes(kind: str, config: AttentionConfig, problem: AttentionProblem |
     if kind == "fwd":  # a bias is loaded as far ahead as K and V
         size_v = ELEMENT_BYTES.get(problem.value_dtype, size)
         return size * (m * d + stages * n * d) + size_v * stages * n * dv + (stages - 1) * bias + descriptors
-    # Beyond 256 features the compiler stages one operand twice, once for each of its products.
+    # Beyond 256 features the compiler stages one operand, of m rows, twice: once for each of its products.
     twice = size * m * min(d, dv) if max(d, dv) > 256 else 0
-    crossing, bias = size * m * n, max(1, stages - 1) * bias  # dS crosses shared memory; a bias does, or waits there
+    # dS crosses shared memory. So does a bias, or it waits there.
+    crossing, bias = size * m * n, max(1, stages - 1) * bias
     if kind == "short":  # K, V, Q and dO
         return size * (m + n) * (d + dv) + crossing + bias
     if kind == "dkdv":  # K and V stay, Q and dO are buffered

@@ -446,7 +446,12 @@ def launching_backward(describe: Callable[..., Pass]) -> Callable[..., None]:
 
 
 def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardReplay | None]:
-    """Return `Kernel.repeat` of a backward pass, for calls in which no optional tensor but sinks needs a gradient."""
+    """Return `Kernel.repeat` of a backward pass, for calls in which no optional tensor but sinks needs a gradient.
+
+    `diyfa.problem.Kernel` defines its arguments. `owners`: the one to three tensors that contain dq, dk and dv. The
+    function that it returns gives [owners, filled up to three with None; gradients of optional tensors, None but for
+    sinks].
+    """
 
     def repeat(
         problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
@@ -465,13 +470,18 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
         if replay is None:
             return None
         first_strides, count = [x.stride() for x in inputs[:-1]], len(owners)
-        missing = [None] * (3 - count + len(GRADIENTS))
+        missing = [None] * (3 - count + len(GRADIENTS))  # what follows the owners in the result
         sinks_index = next((i for i, x in enumerate(inputs) if x is tensors.sinks), None)
 
         def run_again(addresses: list[int], saved: Sequence[torch.Tensor]) -> list[torch.Tensor | None] | None:
-            """`saved`: tensors of another call, as `inputs` of the first but dout. `addresses`: of these and dout."""
-            # q, k and v are aligned as in the first call: that is in the key. Optional tensors are read one number at a
-            # time: their alignment does not matter.
+            """Repeat the pass for another call, or return None if its tensors do not allow that.
+
+            `saved`: the call's tensors in the order of `inputs`, without dout. `addresses`: those of `saved`, then of
+            dout.
+            """
+            # The other call must have the strides of the first one, and out (3), lse (4) and dout (-1) aligned to 16
+            # bytes. q, k and v are aligned as in the first call: that is in the key. Optional tensors are read one
+            # number at a time: their alignment does not matter.
             if (addresses[3] | addresses[4] | addresses[-1]) & 15 or [x.stride() for x in saved] != first_strides:
                 return None
             results = replay(addresses)  # the owners, delta if there is one, and the pass's memory

@@ -64,11 +64,11 @@ _INPUTS = [(f"{x}_tensor", f"steps_{x}b", f"steps_{x}{'n' if x in ('k', 'v') els
 
 
 class _Form(NamedTuple):
-    """Facts that decide the constants of the kernels, beside the problem's kind."""
+    """Facts that decide the constants of the kernels, beside the problem's kind. Those of `Sm90Backward`."""
 
     config: Sm90BwdConfig
-    boxes: int
-    boxes_v: int
+    boxes: int  # TMA boxes in a tile of Q or K
+    boxes_v: int  # boxes in a tile of V or dO
     in_order: bool
     rolling: bool
 
@@ -114,6 +114,9 @@ class Sm90Backward:
 
     `heads_kv`: KV heads, or if groups of query heads are divided, subgroups (`bwd_partials.py`). `in_order`: dQ is
     added up in a fixed order. `rolling`: the main kernel converts dQ (`RollingDq`).
+
+    `config.form` decides which launches there are. "keys": `prepare`, the main kernel, and unless rolling `convert`.
+    "mla": the same, never rolling. "columns": `prepare`, the main kernel for dK and dV, and one for dQ.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class Sm90Backward:
             self.dq_blocks = 0
         elif self.rolling:
             self.dq_blocks = self.slots * (problem.heads_q // self.heads_kv) * cdiv(problem.seqlen_q, m)
-        numbers = (
+        numbers = (  # of 4 bytes, float32 or int32
             self.dq_blocks * m * self.boxes * BOX_COLUMNS,  # dQ in fp32
             blocks * m * 2,  # statistics
             4,  # counter
@@ -171,10 +174,14 @@ class Sm90Backward:
     def _window(self) -> tuple[int, int, int]:
         """Return how many heads of K are interleaved (`locate_key_block`), and the `delay` and `slots` of `RollingDq`.
 
-        `delay` is the number of heads between adding dQ and converting it, `slots` the number of heads that the fp32 dQ
-        has room for. While a program works at a block of keys, about as many other blocks are drawn as there are
-        programs. Under a causal mask the first block of a head takes twice the average, and twice as many are drawn.
-        The heads of those blocks are at work at the same time.
+        All three follow from `n_active`, how many heads programs work at simultaneously. While a program works at a
+        block of keys, the others draw about as many blocks as there are programs: they are blocks of n_active heads, of
+        which the first and the last are not complete. Under a causal mask the first block of a head takes twice the
+        average, and twice as many blocks are drawn meanwhile.
+
+        * interleaved heads: half of n_active, where blocks of a head differ in length or wait for each other; else 1.
+        * delay, heads between adding dQ and converting it: n_active, so that few wait for a head's last blocks.
+        * slots, heads that the fp32 dQ has room for: twice the delay, so that few wait for a slot to be clear.
         """
         problem = self.problem
         heads, blocks = problem.batch * self.heads_kv, cdiv(problem.seqlen_k, self.config.block_n)
@@ -182,6 +189,8 @@ class Sm90Backward:
         is_uneven = problem.window_right >= 0 or bool(problem.mask)
         n_active = min(1 + cdiv(programs * (2 if is_uneven else 1), blocks), heads)
         half = cdiv(n_active, 2)
+        # In order and without a mask, blocks of one head would wait for each other: interleave all heads, `half` at a
+        # time.
         if self.in_order and problem.window_left < 0 and problem.window_right < 0:
             delay = min(n_active + cdiv(half, 2), heads)  # interleaved heads finish later
             return half, delay, min(2 * delay, heads)

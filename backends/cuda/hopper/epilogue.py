@@ -1,6 +1,11 @@
 """Stores of rows by address, for results that do not go through TMA.
 
-Strides come from the tensors' descriptors. They are multiples of the 16 bytes that a thread moves at once.
+Strides come from the tensors' descriptors. They are multiples of the 16 bytes that a thread moves at once, which the
+compiler has to be shown: it is why numbers are divided by CHUNK or WORDS and multiplied again.
+
+A `matrix`, made by the function of that name, has six fields, by index: 0 the address of the tensor, 1 the stride of
+samples, or for a ragged descriptor of steps, 2 of heads, 3 of rows, 4 the number of columns, 5 steps from one sample to
+the next. Strides count elements.
 """
 
 from __future__ import annotations
@@ -36,10 +41,7 @@ def from_register_order(x, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def matrix(pointer, tensor, steps):
-    """Return (address, stride of samples or steps, of heads, of rows, columns, steps from one sample to the next).
-
-    `tensor` is a descriptor of `gluon/tma.py`, and `pointer` the address of its tensor.
-    """
+    """Return the fields of a `matrix`. `tensor`: a descriptor of `gluon/tma.py`. `pointer`: address of its tensor."""
     RANK: gl.constexpr = len(tensor.block_shape)
     strides = tensor.strides
     return pointer, strides[RANK - 4], strides[RANK - 3], strides[RANK - 2], tensor.shape[RANK - 1], steps
@@ -59,7 +61,10 @@ def _in_chunks(elements):
 
 @gluon.jit
 def head_offset(matrix, b, h, first, LENGTHS: gl.constexpr):
-    """Return the number of elements from a tensor's address to the first row of a sequence in a head."""
+    """Return the number of elements from a tensor's address to the first row of a sequence in a head.
+
+    `first`: the sequence's first row, if PACKED. Steps, with SEQ_LENS, are those of `descriptor_steps`.
+    """
     _, step, stride_h, _, _, steps = matrix
     if LENGTHS == PACKED:
         at = first.to(gl.int64)
@@ -84,9 +89,10 @@ def chunked_layout(columns):
 
 @gluon.jit
 def store_rows(x, matrix, offset, row0, end, column0):
-    """Write x [64, columns] to rows [row0, end) behind `offset`, columns from column0 on.
+    """Write x [64, columns] to rows from row0 on, but before `end`, and columns from column0 on, of a matrix's head.
 
-    x has an accumulator's rows, the matrix's dtype, and at least 32 columns.
+    `offset`: `head_offset`, from which rows count. x has an accumulator's rows, the matrix's dtype, and at least 32
+    columns.
     """
     LAYOUT: gl.constexpr = chunked_layout(x.shape[1])
     x = gl.convert_layout(x, LAYOUT)
@@ -114,7 +120,8 @@ def store_float32(x, matrix, offset, row0, end, column0):
 def clear_others(cu_seqlens_ptr, batch, total, heads, matrix, lse_ptr):
     """Clear rows that belong to no sequence, as `clear_others` of `attention/clear.py` does. For four warps.
 
-    A sequence longer than the call said is computed whole, so nothing inside of it is cleared.
+    They are the rows before the first sequence, and those behind the last one. Unlike there, a sequence longer than the
+    call said is computed whole, so nothing inside of it is cleared.
     """
     COLUMNS: gl.constexpr = 64
     LAYOUT: gl.constexpr = chunked_layout(COLUMNS)
@@ -122,7 +129,7 @@ def clear_others(cu_seqlens_ptr, batch, total, heads, matrix, lse_ptr):
     first = load_clamped(cu_seqlens_ptr, total)
     last = load_clamped(cu_seqlens_ptr + batch, total)
     if (first > 0) | (last < total):
-        for start in range(0, batch, 128):
+        for start in range(0, batch, 128):  # unused offsets may be 0: the sequences end at the largest one
             i = start + gl.arange(0, 128, layout=LANES)
             last = gl.maximum(last, gl.max(gl.load(cu_seqlens_ptr + i, mask=i < batch, other=0), 0))
         zeros = gl.zeros([ROWS, COLUMNS], matrix[0].dtype.element_ty, LAYOUT)

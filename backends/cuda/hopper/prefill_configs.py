@@ -12,8 +12,9 @@ MIN_PAGE_SIZE = 16  # keys; with smaller pages, a key block would take too many 
 SWIZZLE_COLUMNS = 64  # columns of the widest box whose rows follow each other in memory, so that boxes can be stacked
 # For two consumers and a producer, if a key block has several pages. Three consumers have no registers to give away.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
-# (most query heads per KV head) -> fewest queries of a sequence, on average, from which on a tile of one head's queries
-# pays. With fewer, the portable kernel has all of these heads in one tile and splits keys among programs.
+# Rows (most query heads per KV head, fewest queries of a sequence, on average, that the kernel takes). Its tiles have
+# queries of one head. With fewer queries the portable kernel runs: it has all heads of a group in one tile, and splits
+# keys among programs. Today one row is for all groups.
 MIN_QUERIES_BY_GROUP: tuple[tuple[int, int], ...] = ((1 << 30, 64),)
 
 
@@ -25,9 +26,10 @@ def as_forward(problem: KVCacheProblem) -> AttentionProblem:
 
 @cached_per_problem
 def select_config(problem: KVCacheProblem) -> Sm90Config:
-    """Return the forward's config. If pages are smaller than blocks: with boxes that can be stacked and more registers.
+    """Return the forward's config, adapted if a key block has several pages.
 
-    The producer needs those to count pages.
+    Then each page is copied to its rows of the buffer, so boxes must be narrow enough to be stacked. And the producer
+    gets more registers, from the consumers, to count pages.
     """
     forward = as_forward(problem)
     config = configs.select_config(forward)

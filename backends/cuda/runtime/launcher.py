@@ -99,7 +99,12 @@ class Signature(NamedTuple):
 
 
 def launch_signature(launch: Launch) -> Signature:
-    """Return the kinds and values of the arguments.
+    """Return the kinds and values of the arguments. Every launch runs this, so Python loops over few of them.
+
+    1. Pick the arguments in the kernel's order, and find where their kinds stand (`_ArgumentIndices`).
+    2. Replace tensors by their addresses, and floats beyond float32 by infinity.
+    3. Look the kinds up by the dtypes of tensors and the boxes of `Tiles`. Rare numbers change them: strides of 1, and
+       numbers of 64 bits.
 
     Pointers count as aligned only if all of them are, and so do strides: a kernel has few variants.
     """
@@ -107,27 +112,27 @@ def launch_signature(launch: Launch) -> Signature:
     all_values = arguments.pick(launch.arguments)
     indices = arguments.indices(tuple(map(type, all_values)))
     values = list(indices.present(all_values))
-    memory: list[Any] = []
-    addresses = steps = 0
+    memory_kinds: list[Any] = []
+    address_bits = stride_bits = 0  # those that alignment counts for, joined by or: low bits of 0 mean aligned
     for i, is_read_wide in indices.tensors:
         x = values[i]
-        memory.append(x.dtype)
+        memory_kinds.append(x.dtype)
         address = values[i] = x.data_ptr()
         if is_read_wide:
-            addresses |= address
+            address_bits |= address
     for i in indices.tiles:
-        memory.append(values[i].box)
+        memory_kinds.append(values[i].box)
     for i in indices.floats:
         x = values[i]
         if not -_FLOAT32 <= x <= _FLOAT32:
             values[i] = ctypes.c_float(x).value  # inf, as C converts it
     for x in indices.aligned_strides(all_values):
         if x != 1:
-            steps |= x
-    kinds, numbers = indices.kinds(tuple(memory)), indices.numbers(all_values)
+            stride_bits |= x
+    kinds, numbers = indices.kinds(tuple(memory_kinds)), indices.numbers(all_values)
     if numbers and (1 in indices.strides(all_values) or max(numbers) >= _INT32 or min(numbers) < -_INT32):
         kinds, values = _with_unusual_numbers(arguments.each, kinds, all_values, values)
-    return Signature(kinds, values, not addresses & 15, not steps & 15)
+    return Signature(kinds, values, not address_bits & 15, not stride_bits & 15)
 
 
 def _with_unusual_numbers(

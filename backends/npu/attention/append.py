@@ -1,8 +1,9 @@
 """Append keys and values to a KV cache on Ascend, in place, with rotary embedding (Su et al. 2021, arXiv:2104.09864).
 
-The kernel uses the vector cores alone. A task is one token of one sequence: all heads of its key and value, or of its
-query. Scalar code finds the token's page, or its row in a contiguous cache. A token without a valid position stores
-zero heads. Nothing but new rows is written.
+The kernel uses the vector cores alone. A task is one token of one sequence: all heads of its new key and value, or of
+its query. Scalar code finds where the key goes: to a row of an *entry* of the cache, which is a page, or the memory of
+one sequence in a contiguous cache. A key beyond the capacity, or whose entry does not exist, is skipped: the number of
+its heads to copy is 0. Nothing but rows of new keys and values is written to the cache.
 """
 
 from __future__ import annotations
@@ -56,43 +57,45 @@ def store_heads(base, x, heads, stride_h, FEATURES: tl.constexpr, HEADS: tl.cons
 
 @triton.jit
 def copy_token(
-    source, target, cos_ptr, sin_ptr, row, rows, count, stride_sh, stride_th, stride_cos, stride_sin,
+    source, target, cos_ptr, sin_ptr, position, cos_rows, n_heads, stride_sh, stride_th, stride_cos, stride_sin,
     HALF: tl.constexpr, UNROTATED: tl.constexpr, BLOCK_UNROTATED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Copy `count` heads of one token from `source` to `target`, HEADS at a time.
+    """Copy the first `n_heads` heads of one token from address `source` to address `target`, HEADS at a time.
 
-    The first 2 · HALF features are rotated by row `row` of cos and sin. These have `rows` rows; a token beyond them is
-    copied without rotation. UNROTATED features follow, which are not rotated."""
+    The first 2 * HALF features of a head are rotated by row `position` of cos and sin. These have `cos_rows` rows; a
+    token at a position beyond them is copied without rotation. UNROTATED features follow, which are not rotated. With
+    HALF 0, as for values, cos and sin are not read."""
     dtype = target.dtype.element_ty
     ROTATED: tl.constexpr = 2 * HALF
     BLOCK: tl.constexpr = 2 * c.BLOCK_HALF
     if HALF > 0:
-        is_rotated = tl.where(row < rows, 1, 0)
-        row = tl.minimum(row, rows - 1).to(tl.int64)
-        cos = load_heads(cos_ptr + row * stride_cos, is_rotated, 1, HALF, 1, c.BLOCK_HALF).to(tl.float32)
-        sin = load_heads(sin_ptr + row * stride_sin, is_rotated, 1, HALF, 1, c.BLOCK_HALF).to(tl.float32)
-        cos = cos + (1 - is_rotated).to(tl.float32)
-    for block in range(tl.cdiv(count, c.HEADS)):
+        # One row of cos and sin, [1, BLOCK_HALF]. Beyond their last row none is read: sin is 0, and cos becomes 1.
+        n_rows = tl.where(position < cos_rows, 1, 0)
+        row = tl.minimum(position, cos_rows - 1).to(tl.int64)
+        cos = load_heads(cos_ptr + row * stride_cos, n_rows, 1, HALF, 1, c.BLOCK_HALF).to(tl.float32)
+        sin = load_heads(sin_ptr + row * stride_sin, n_rows, 1, HALF, 1, c.BLOCK_HALF).to(tl.float32)
+        cos = cos + (1 - n_rows).to(tl.float32)
+    for block in range(tl.cdiv(n_heads, c.HEADS)):
         h0 = block * c.HEADS
-        heads = tl.minimum(count - h0, c.HEADS)
-        origin = source + h0 * stride_sh.to(tl.int64)
-        end = target + h0 * stride_th.to(tl.int64)
+        heads = tl.minimum(n_heads - h0, c.HEADS)
+        source_heads = source + h0 * stride_sh.to(tl.int64)
+        target_heads = target + h0 * stride_th.to(tl.int64)
         if HALF > 0:
             if c.INTERLEAVED:  # loading every other feature would waste 15/16 of the buffer
-                x = load_heads(origin, heads, stride_sh, ROTATED, c.HEADS, BLOCK).to(tl.float32)
+                x = load_heads(source_heads, heads, stride_sh, ROTATED, c.HEADS, BLOCK).to(tl.float32)
                 x0, x1 = tl.split(tl.reshape(x, [c.HEADS, c.BLOCK_HALF, 2]))
                 x = tl.reshape(tl.join(x0 * cos - x1 * sin, x0 * sin + x1 * cos), [c.HEADS, BLOCK])
-                store_heads(end, narrow(x, dtype, c.INTERPRET), heads, stride_th, ROTATED, c.HEADS, BLOCK)
+                store_heads(target_heads, narrow(x, dtype, c.INTERPRET), heads, stride_th, ROTATED, c.HEADS, BLOCK)
             else:
-                x0 = load_heads(origin, heads, stride_sh, HALF, c.HEADS, c.BLOCK_HALF).to(tl.float32)
-                x1 = load_heads(origin + HALF, heads, stride_sh, HALF, c.HEADS, c.BLOCK_HALF).to(tl.float32)
+                x0 = load_heads(source_heads, heads, stride_sh, HALF, c.HEADS, c.BLOCK_HALF).to(tl.float32)
+                x1 = load_heads(source_heads + HALF, heads, stride_sh, HALF, c.HEADS, c.BLOCK_HALF).to(tl.float32)
                 y0 = narrow(x0 * cos - x1 * sin, dtype, c.INTERPRET)
                 y1 = narrow(x0 * sin + x1 * cos, dtype, c.INTERPRET)
-                store_heads(end, y0, heads, stride_th, HALF, c.HEADS, c.BLOCK_HALF)
-                store_heads(end + HALF, y1, heads, stride_th, HALF, c.HEADS, c.BLOCK_HALF)
+                store_heads(target_heads, y0, heads, stride_th, HALF, c.HEADS, c.BLOCK_HALF)
+                store_heads(target_heads + HALF, y1, heads, stride_th, HALF, c.HEADS, c.BLOCK_HALF)
         if UNROTATED > 0:
-            x = load_heads(origin + ROTATED, heads, stride_sh, UNROTATED, c.HEADS, BLOCK_UNROTATED)
-            store_heads(end + ROTATED, x, heads, stride_th, UNROTATED, c.HEADS, BLOCK_UNROTATED)
+            x = load_heads(source_heads + ROTATED, heads, stride_sh, UNROTATED, c.HEADS, BLOCK_UNROTATED)
+            store_heads(target_heads + ROTATED, x, heads, stride_th, UNROTATED, c.HEADS, BLOCK_UNROTATED)
 
 
 @kernel
@@ -107,49 +110,52 @@ def _append_kernel(
 ):  # fmt: skip
     """Write new keys and values to the cache and rotated queries to `rotated_q_ptr`.
 
-    `columns`: pages that a row of block_table names. `entries`: pages or batch entries of the cache. `q_step`: rows of
-    cos from one query to the next, 1 or 0. `seqlen_q` is 0 if q is not rotated."""
+    A sequence has seqlen_new tasks for its keys and values, then seqlen_q for its queries: seqlen_q is 0 if q is not
+    rotated. `length`: keys of each sequence before the append, unless SEQLENS. `columns`: pages that a row of
+    block_table names. `entries`: how many the cache has. `q_step`: 1 if query i has the position of new key i, 0 if
+    all queries have that of the first."""
     for task in range(tl.program_id(0), batch * (seqlen_new + seqlen_q), tl.num_programs(0)):
         b = task // (seqlen_new + seqlen_q)
-        i = task % (seqlen_new + seqlen_q)
-        start = length
+        token = task % (seqlen_new + seqlen_q)
+        first_position = length
         if c.SEQLENS:
-            start = tl.minimum(tl.load(seqlens_ptr + b), tl.maximum(capacity, cos_rows))  # sums do not overflow
-        if i < seqlen_new:
-            key = start + i
-            fits = (key >= 0) & (key < capacity)
+            # At most the largest position that is used, so that sums do not overflow.
+            first_position = tl.minimum(tl.load(seqlens_ptr + b), tl.maximum(capacity, cos_rows))
+        if token < seqlen_new:
+            key = first_position + token
+            exists = (key >= 0) & (key < capacity)
             if c.PAGED:
-                column = tl.minimum(tl.maximum(key // page_size, 0), columns - 1)
-                entry = tl.load(block_table_ptr + b.to(tl.int64) * stride_table + column)
-                row = key % page_size
+                table_column = tl.minimum(tl.maximum(key // page_size, 0), columns - 1)
+                entry = tl.load(block_table_ptr + b.to(tl.int64) * stride_table + table_column)
+                row_in_entry = key % page_size
             else:
                 entry = b
                 if c.BATCH_IDX:
                     entry = tl.load(batch_idx_ptr + b)
-                row = key
-            fits = fits & (entry >= 0) & (entry < entries)
-            heads = tl.where(fits, heads_kv, 0)
-            entry = tl.where(fits, entry, 0).to(tl.int64)
-            row = tl.where(fits, row, 0).to(tl.int64)
+                row_in_entry = key
+            exists = exists & (entry >= 0) & (entry < entries)
+            heads = tl.where(exists, heads_kv, 0)
+            entry = tl.where(exists, entry, 0).to(tl.int64)
+            row_in_entry = tl.where(exists, row_in_entry, 0).to(tl.int64)
             copy_token(
-                k_new_ptr + b.to(tl.int64) * stride_k_newb + i.to(tl.int64) * stride_k_newm,
-                k_ptr + entry * stride_kb + row * stride_kn,
+                k_new_ptr + b.to(tl.int64) * stride_k_newb + token.to(tl.int64) * stride_k_newm,
+                k_ptr + entry * stride_kb + row_in_entry * stride_kn,
                 cos_ptr, sin_ptr, tl.maximum(key, 0), cos_rows, heads, stride_k_newh, stride_kh, stride_cos, stride_sin,
                 c.HALF, c.UNROTATED, c.BLOCK_UNROTATED, c,
             )  # fmt: skip
             if not c.LATENT:
                 copy_token(
-                    v_new_ptr + b.to(tl.int64) * stride_v_newb + i.to(tl.int64) * stride_v_newm,
-                    v_ptr + entry * stride_vb + row * stride_vn,
+                    v_new_ptr + b.to(tl.int64) * stride_v_newb + token.to(tl.int64) * stride_v_newm,
+                    v_ptr + entry * stride_vb + row_in_entry * stride_vn,
                     cos_ptr, sin_ptr, key, cos_rows, heads, stride_v_newh, stride_vh, stride_cos, stride_sin,
                     0, c.HEAD_DIM_V, c.BLOCK_DV, c,
                 )  # fmt: skip
         elif c.HALF > 0:
-            query = i - seqlen_new
+            query = token - seqlen_new
             copy_token(
                 q_ptr + b.to(tl.int64) * stride_qb + query.to(tl.int64) * stride_qm,
                 rotated_q_ptr + b.to(tl.int64) * stride_rotated_qb + query.to(tl.int64) * stride_rotated_qm,
-                cos_ptr, sin_ptr, tl.maximum(start + query * q_step, 0), cos_rows, heads_q, stride_qh,
+                cos_ptr, sin_ptr, tl.maximum(first_position + query * q_step, 0), cos_rows, heads_q, stride_qh,
                 stride_rotated_qh, stride_cos, stride_sin,
                 c.HALF, c.UNROTATED, c.BLOCK_UNROTATED, c,
             )  # fmt: skip

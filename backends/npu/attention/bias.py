@@ -1,11 +1,12 @@
 """The form in which kernels take attn_bias: its dimensions that are not broadcast, and their strides.
 
-Kernels are compiled for the dimensions that a bias has. A bias that is the same for all keys needs no tile: the forward
-pass adds it to the scores of a row, the backward pass subtracts it from the row's log-sum-exp. Behind it a score
-function gives each key another score, so with one such a bias is copied with all its keys.
+Kernels are compiled for the dimensions that a bias has (`Bias.dims`). A bias that is the same for all keys needs no
+tile of values: the forward pass adds one value to all scores of a row, and the backward pass subtracts it from the
+row's log-sum-exp. That is not possible if a score function comes after the bias. Then such a bias is copied, with a
+value for each key.
 
-A block pointer with stride 0, or with overlapping rows, would not work: the compiler recovers row and column of a tile
-by dividing its offset by the stride between rows.
+A broadcast dimension is not read with stride 0, and a bias whose rows overlap in memory is copied: the compiler finds
+row and column of a block pointer's tile by dividing its offset by the stride between rows.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ NATIVE = (torch.float16, torch.bfloat16, torch.float32)
 class Bias(NamedTuple):
     """A bias as kernels take it.
 
-    `dims`: its dimensions inside a tile, "qk", "k", "q" or "1" (none); "" for no bias. The last one has stride 1.
-    `strides`: of batch, head and query row, 0 where the bias is broadcast.
+    `dims`: what its values in one head differ by. "qk": query and key; "k": key; "q": query; "1": nothing, a head has
+    one value; "": there is no bias. The last of these dimensions has stride 1. `strides`: those of batch, head and
+    query, 0 where the bias is broadcast.
     """
 
     tensor: torch.Tensor | None = None
@@ -41,12 +43,15 @@ def _four_strides(bias: torch.Tensor) -> list[int]:
 
 
 def _bias_view(bias: torch.Tensor, has_keys: bool) -> Bias:
+    """Return a tensor as `Bias`, without a copy. `has_keys`: "k" is among its dims even if there is only one key."""
     b, h, m, n = _four_strides(bias)
     return Bias(bias, ("q" if m else "") + ("k" if n or has_keys else "") or "1", (b, h, m))
 
 
 def _fits_kernels(bias: torch.Tensor) -> bool:
-    """Return whether kernels can read or write `bias` without a copy."""
+    """Return whether kernels can read or write `bias` without a copy.
+
+    With keys, these must be contiguous and rows must not overlap. Without keys, queries must be contiguous."""
     *_, m, n = _four_strides(bias)
     if bias.dtype not in NATIVE:
         return False
@@ -57,7 +62,8 @@ def as_read(bias: torch.Tensor | None, keys: int = 0) -> Bias:
     """Return `bias`, broadcastable to (B, H, Sq, Sk), for kernels that read it.
 
     It is copied first, without its broadcast dimensions, if kernels cannot read it: the chip lacks its dtype, its keys
-    are not contiguous, or its rows overlap. `keys`: number of keys that it must have, for a call with a score function.
+    are not contiguous, or its rows overlap. `keys`: the number of keys that it must have, with a score function, else
+    0.
     """
     if bias is None:
         return Bias()
@@ -75,7 +81,8 @@ def as_read(bias: torch.Tensor | None, keys: int = 0) -> Bias:
 def as_written(dbias: torch.Tensor, keys: int = 0) -> Bias:
     """Return the buffer that the kernel writes: `dbias`, or a new one whose values the caller copies to it.
 
-    `keys`: as for `as_read`. A buffer with more keys than `dbias` has its summands."""
+    `keys`: as for `as_read`. If `dbias` lacks these keys, the buffer has the gradient of each key, and the caller sums
+    it over the keys."""
     if keys and dbias.shape[-1] != keys:
         return _bias_view(dbias.new_empty((*dbias.shape[:-1], keys), dtype=torch.float32), True)
     if _fits_kernels(dbias):

@@ -5,8 +5,10 @@ one list of key blocks. A loop over these keys counts positions in the list: blo
 `position % MASK_K` of that block. Positions [0, full) lie in blocks in which every query sees every key, [full, end) in
 partial ones. The queries of a tile of keys have a list of the same form.
 
-One scalar load finds the rows or keys of a position. The words of a partial tile are one vector for each 32 keys. The
-vector unit shifts all elements by one distance only, so a bit is tested by `word & 2^bit`.
+One scalar load finds the rows or keys of a position. `mask_bits` has a word for each query and each 32 keys of a block,
+so a partial tile needs one vector of words, a word for each row, for each 32 keys. The usual test of a bit,
+`word >> key & 1`, would shift each element by another distance, which the vector unit cannot do. So the test is
+`word & 2^key` (`key_bits`).
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def listed(position, list_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def key_bits(BLOCK: tl.constexpr):
-    """Return 2^(key % 32) for each key of a tile, int32 [BLOCK]."""
+    """Return 2^(key % 32) for each key of a tile, int32 [BLOCK], by shifts of all selected elements by one distance."""
     keys = tl.arange(0, BLOCK)
     bits = tl.full([BLOCK], 1, tl.int32)
     for power in tl.static_range(5):
@@ -80,33 +82,41 @@ def keep_visible(x, fill, is_partial, lists, bits_ptr, row0, n0, seqlen_k, TRANS
 
 @triton.jit
 def apply_bits(x, fill, lists, bits_ptr, row0, n0, seqlen_k, TRANSPOSED: tl.constexpr, c: tl.constexpr):
-    """Return x where the bits of the tile's block are 1, else `fill`. The block must be partial."""
+    """Return x where the bits of the tile's block are 1, else `fill`. The block must be partial.
+
+    1. Load a word for each row of the tile: the one that has the bit of the tile's first key.
+    2. With more than 32 keys, replace it where a key's bit is in a later word.
+    3. Test the key's bit of each word, and select.
+    """
     code = block_code(lists, row0, n0, seqlen_k, c)
-    WORDS: tl.constexpr = c.MASK_K // WORD  # of a row of the block
-    line = bits_ptr + code.to(tl.int64) * (c.MASK_Q * WORDS) + (row0 % c.MASK_Q) * WORDS
-    base = line + (n0 % c.MASK_K) // WORD
+    WORDS: tl.constexpr = c.MASK_K // WORD  # words of a row of the block
+    first_row = bits_ptr + code.to(tl.int64) * (c.MASK_Q * WORDS) + (row0 % c.MASK_Q) * WORDS  # of the tile, whole
+    first_word = first_row + (n0 % c.MASK_K) // WORD  # of the tile's first row, for the tile's first key
     offs_m = tl.arange(0, c.BLOCK_M)
     rows = offs_m.to(tl.float32)
     keys = tl.arange(0, c.BLOCK_N).to(tl.float32)
     bits = key_bits(c.BLOCK_N)
     if WORDS == 2 and c.BLOCK_N <= WORD:
-        # A load of every second word reads the words between, too; from the second one on, also that behind the block.
-        second = rows * 0.0 + ((n0 % c.MASK_K) // WORD).to(tl.float32) > 0.0
-        words = tl.where(second, tl.load(line + offs_m * WORDS + 1), tl.load(line + offs_m * WORDS))
+        # A row has two words, of which the tile needs one. The compiler makes a load of every second word one load of
+        # all words between. From the second word of a row on, it would also read the word behind the block. So load the
+        # first and the second words, and select.
+        is_second = rows * 0.0 + ((n0 % c.MASK_K) // WORD).to(tl.float32) > 0.0
+        words = tl.where(is_second, tl.load(first_row + offs_m * WORDS + 1), tl.load(first_row + offs_m * WORDS))
     else:
-        words = tl.load(base + offs_m * WORDS)
-    if c.BLOCK_N < WORD:
+        words = tl.load(first_word + offs_m * WORDS)
+    if c.BLOCK_N < WORD:  # the tile's first key gets bit 0
         words = words >> (n0 % WORD)
     if TRANSPOSED:
         rows, keys, words, bits = rows[None, :], keys[:, None], words[None, :], bits[:, None]
     else:
         rows, keys, words, bits = rows[:, None], keys[None, :], words[:, None], bits[None, :]
     for i in tl.static_range(1, c.BLOCK_N // WORD):
-        next_words = tl.load(base + offs_m * WORDS + i)
+        next_words = tl.load(first_word + offs_m * WORDS + i)
         next_words = next_words[None, :] if TRANSPOSED else next_words[:, None]
         words = tl.where(keys >= i * WORD, next_words, words)
-    # `bit` is 0.0, or at least 1.0 away from it. AscendNPU IR 1.1.0 shares a square tile between both vector cores only
-    # if both sides of the comparison have the tile's shape.
+    # `bit` is 0.0, or at least 1.0 away from it, so rel + bit != rel means bit != 0. It is written so for AscendNPU IR
+    # 1.1.0, which shares a square tile between both vector cores only if both sides of the comparison have the tile's
+    # shape.
     bit = (words & bits).to(tl.float32)
     rel = rows - keys
     return tl.where(rel + bit != rel, x, fill)

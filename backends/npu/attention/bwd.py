@@ -49,7 +49,10 @@ def _dbias_launch(
     values: dict[str, Any],
     tile: AttentionTile | None,
 ) -> tuple[str, Launch]:
-    """Return (name, launch) for the gradient of the bias. It writes `dbias`, or the buffer of `as_written`."""
+    """Return (name, launch) for the gradient of the bias. It writes `dbias`, or the buffer of `as_written`.
+
+    "dbias_rows" is the kernel for a bias without keys, "dbias" that for all others, with `tile` or the table's tile.
+    """
     keys = bias_keys(problem)
     buffer = as_written(dbias, keys)
     bias_batch, bias_heads = ((1,) * (4 - dbias.dim()) + tuple(dbias.shape))[:2]
@@ -63,7 +66,9 @@ def _dbias_launch(
             _bwd_dbias_rows_kernel, BiasRowsConstants, vector_programs(problem.arch, dbias.device, tasks), values,
             family_options(problem.arch),
         )  # fmt: skip
-    if values["BIAS"] != buffer.dims:  # an expanded bias has a gradient for each repeated value
+    # attn_bias may be an expanded tensor, whose repeated values kernels read as broadcast. dbias has a gradient for
+    # each of them, so this kernel reads a copy of the bias that has them all.
+    if values["BIAS"] != buffer.dims:
         assert tensors.attn_bias is not None
         bias = as_read(tensors.attn_bias.contiguous(), keys)
         values |= {**bias.values("bias"), "BIAS": bias.dims}
@@ -83,8 +88,10 @@ def make_launches(
     gradients: AttentionGradients,
     tiles: Mapping[str, AttentionTile] | None = None,
 ) -> dict[str, Launch]:
-    """Return the launches that fill the gradients, by name, in order. `tiles` replaces tiles of the table, by kernel
-    name. Gradients of captured tensors are zeros in float32, to which the launches add."""
+    """Return the launches that fill the gradients, by name, in the order in which they must run.
+
+    `tiles` replaces tiles of the table, by kernel name. Gradients of captured tensors are zeros in float32, to which
+    the launches add."""
     tiles = tiles or {}
     layout, arch, device, heads_q = problem.layout, problem.arch, lse.device, problem.heads_q
     values = {
@@ -145,6 +152,11 @@ def attention_bwd(
 ) -> None:
     """Launch the backward kernels, which fill the gradients.
 
+    1. Choose the tile of each kernel that has tiles. That may measure candidates, with launches of their own.
+    2. Make all launches with these tiles, and run them in order.
+    3. Copy what kernels could not write in the caller's form: a bias gradient in a buffer, float32 totals of captured
+       tensors.
+
     `dout` has the shape of `out`, `dlse` that of `lse`. Strides are free, except the last one of `dout`.
     """
     dbias, captured = gradients.dbias, gradients.captured()
@@ -154,15 +166,16 @@ def attention_bwd(
         gradients = gradients._replace(delta=torch.empty_like(lse))
 
     def launch_with(kernel: str, tile: AttentionTile) -> list[Launch]:
+        """Return one kernel's launch with `tile`: that of `launches`, if it has this tile, else a new one."""
         if tile is tiles.get(kernel):
             return [launches[kernel]]
         return [make_launches(problem, tensors, out, lse, dout, dlse, gradients, {kernel: tile})[kernel]]
 
-    tiles: dict[str, AttentionTile] = {}
+    tiles: dict[str, AttentionTile] = {}  # empty until all are chosen, so that `launch_with` makes new launches
     with device_guard(tensors.q):
-        has_tiles = dbias is not None and "k" in as_written(dbias, bias_keys(problem)).dims
-        tiled = ("dkdv", "dq", "dbias") if has_tiles else ("dkdv", "dq")
-        tiles |= {kernel: chosen_tile(problem, kernel, partial(launch_with, kernel)) for kernel in tiled}
+        dbias_has_keys = dbias is not None and "k" in as_written(dbias, bias_keys(problem)).dims
+        tiled_kernels = ("dkdv", "dq", "dbias") if dbias_has_keys else ("dkdv", "dq")
+        tiles |= {kernel: chosen_tile(problem, kernel, partial(launch_with, kernel)) for kernel in tiled_kernels}
         launches = make_launches(problem, tensors, out, lse, dout, dlse, gradients, tiles)
         for kernel, launch in launches.items():
             if kernel in tiles:
@@ -171,7 +184,7 @@ def attention_bwd(
                 run(launch)
             dbias_buffer = launch.arguments.get("dbias_ptr")
             if dbias is not None and dbias_buffer is not None and dbias_buffer is not dbias:
-                summed = dbias.shape[-1] != dbias_buffer.shape[-1]
-                dbias.copy_(dbias_buffer.sum(-1, keepdim=True) if summed else dbias_buffer)
+                buffer_has_more_keys = dbias.shape[-1] != dbias_buffer.shape[-1]
+                dbias.copy_(dbias_buffer.sum(-1, keepdim=True) if buffer_has_more_keys else dbias_buffer)
         for n, x in captured.items():
             x.copy_(totals[f"dscore{n}"])

@@ -1,16 +1,16 @@
 """The gradients of a score function's captured tensors, for Ascend: dS times the derivatives by the loaded values.
 
 A function may load any element for any pair, so these gradients are sums by atomics. In a kernel with matrix products
-both vector cores would add what one should: the compiler shares stores between them, but not additions. So there are
-two kernels, and a workspace between them:
+each atomic addition would be done twice: the compiler divides stores between the two vector cores, but lets both do all
+atomic additions. So there are two kernels, and a workspace between them:
 
 1. `_bwd_score_gradient_kernel` stores the scores that the function gets and ds = p · (dp - delta), the gradient of its
    result, 0 for hidden pairs;
 2. `_bwd_captured_kernel`, on the vector cores, adds ds times each derivative at the offset of each load, in fp32.
 
-A task is one block of BLOCK_M query rows of one head with all its keys. Each launch does as many tasks as the workspace
-holds. Sums have no fixed order, and deterministic calls are refused. The kernels have one tile, which is not tuned: a
-second run would add twice.
+A task is one block of BLOCK_M query rows of one head with all its keys. The tasks are divided into as many as the
+workspace holds, and both kernels are launched for each of these parts. Sums have no fixed order, and deterministic
+calls are refused. The kernels have one tile, which is not tuned: a second run would add twice.
 """
 
 from __future__ import annotations
@@ -72,7 +72,12 @@ def task_keys(
     task, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, mask_blocks_ptr, stride_mask_b, stride_mask_h,
     heads_q, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, c: tl.constexpr,
 ):  # fmt: skip
-    """Return what both kernels know of a task: (b, h, row0, start_q, start_k, sq, sk, lists, keys, full, lo, hi)."""
+    """Return (b, h, row0, start_q, start_k, sq, sk, lists, list_ptr, full_end, lo, hi) of a task, for both kernels.
+
+    b, h, row0: sample, query head and first query row. start_q, start_k, sq, sk: `sequence_info`. The task loops over
+    keys [lo, hi); it has none (hi = lo) if row0 is beyond the sequence. With a block mask these are positions in the
+    list at `list_ptr`, of the head's `lists`, and those from full_end on lie in partial blocks.
+    """
     blocks = tl.cdiv(seqlen_q, c.BLOCK_M)
     row0 = task % blocks * c.BLOCK_M
     h = task // blocks % heads_q
@@ -82,19 +87,19 @@ def task_keys(
     )
     if c.MASK_K:  # positions in the list of the block's keys
         lists = head_lists(mask_blocks_ptr, b, h, stride_mask_b, stride_mask_h)
-        keys, full, hi = listed_keys(lists, row0, seqlen_q, seqlen_k, c)
+        list_ptr, full_end, hi = listed_keys(lists, row0, seqlen_q, seqlen_k, c)
         lo = 0
     else:
         lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
         hi = tl.minimum(hi, seqlen_k)  # a packed sequence may be longer than the host knows
-        lists, keys, full = 0, 0, 0
+        lists, list_ptr, full_end = 0, 0, 0
     hi = tl.where(row0 < sq, hi, lo)
-    return b, h, row0, start_q, start_k, sq, sk, lists, keys, full, lo, hi
+    return b, h, row0, start_q, start_k, sq, sk, lists, list_ptr, full_end, lo, hi
 
 
 @triton.jit
 def workspace_tile(ptr, index, n0, stride_task, stride_row, c: tl.constexpr):
-    """Return a block pointer to the tile at key n0 of the `index`-th task of a launch."""
+    """Return a block pointer to the tile at key n0 of a launch's `index`-th task, which has [BLOCK_M, stride_row]."""
     base = ptr + tl.cast(index, tl.int64) * stride_task
     return tl.make_block_ptr(
         base, (c.BLOCK_M, stride_row), (stride_row, 1), (0, n0), (c.BLOCK_M, c.BLOCK_N), (1, 0)
@@ -121,7 +126,7 @@ def _bwd_score_gradient_kernel(
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     group = heads_q // heads_kv
     for index in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
-        b, h, row0, start_q, start_k, sq, sk, lists, keys, full, lo, hi = task_keys(
+        b, h, row0, start_q, start_k, sq, sk, lists, list_ptr, full_end, lo, hi = task_keys(
             first_task + index, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, mask_blocks_ptr, stride_mask_b,
             stride_mask_h, heads_q, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, c,
         )  # fmt: skip
@@ -146,7 +151,7 @@ def _bwd_score_gradient_kernel(
         for step in range(0, hi - lo, c.BLOCK_N):
             n0 = lo + step
             if c.MASK_K:
-                n0 = listed(step, keys, c.MASK_K)
+                n0 = listed(step, list_ptr, c.MASK_K)
             k = load_tile(block_at(k_base, sk, stride_kn, n0, 0, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D), PAD_D)
             v = load_tile(block_at(v_base, sk, stride_vn, n0, 0, c.HEAD_DIM_V, c.BLOCK_N, c.BLOCK_DV), PAD_DV)
             score, _ = score_tile(
@@ -155,7 +160,7 @@ def _bwd_score_gradient_kernel(
                 per_head_ptr, stride_per_head_b, bias_ptr, stride_bias_b, stride_bias_h, stride_bias_m, False, c,
             )  # fmt: skip
             s, seen = function_scores(
-                score, b, h, step >= full, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k,
+                score, b, h, step >= full_end, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k,
                 window_left, window_right, score_tensor0_ptr, score_tensor1_ptr,
                 score_tensor2_ptr, score_tensor3_ptr, c.MASKED, False, c,
             )  # fmt: skip
@@ -184,14 +189,14 @@ def _bwd_captured_kernel(
 ):  # fmt: skip
     """Add the gradients of captured tensors of the tasks in the workspace."""
     for index in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
-        b, h, row0, _start_q, _start_k, sq, sk, _lists, keys, _full, lo, hi = task_keys(
+        b, h, row0, _start_q, _start_k, sq, sk, _lists, list_ptr, _full_end, lo, hi = task_keys(
             first_task + index, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, mask_blocks_ptr, stride_mask_b,
             stride_mask_h, heads_q, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, c,
         )  # fmt: skip
         for step in range(0, hi - lo, c.BLOCK_N):
             n0 = lo + step
             if c.MASK_K:
-                n0 = listed(step, keys, c.MASK_K)
+                n0 = listed(step, list_ptr, c.MASK_K)
             score = tl.load(workspace_tile(scores_ptr, index, n0, stride_task, stride_row, c))
             ds = tl.load(workspace_tile(ds_ptr, index, n0, stride_task, stride_row, c))
             add_captured_gradients(
@@ -210,19 +215,19 @@ def captured_launches(
     rows, block = tile.block_m, problem.mask[1] if problem.mask else tile.block_n  # a list has whole blocks of a mask
     keys = triton.cdiv(problem.seqlen_k, block) * block
     tasks = triton.cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads_q
-    most = max(1, min(tasks, WORKSPACE_BYTES // (8 * rows * max(keys, 1))))
+    tasks_per_launch = max(1, min(tasks, WORKSPACE_BYTES // (8 * rows * max(keys, 1))))
     device = values["lse_ptr"].device
-    scores, ds = (torch.empty(most * rows * keys, dtype=torch.float32, device=device) for _ in range(2))
-    wanted = tuple([n in totals for n in range(MAX_TENSORS)])
+    scores, ds = (torch.empty(tasks_per_launch * rows * keys, dtype=torch.float32, device=device) for _ in range(2))
+    learned_tensors = tuple([n in totals for n in range(MAX_TENSORS)])
     values = {
         **values,
         **{f"total{n}_ptr": totals.get(n) for n in range(MAX_TENSORS)},
         "scores_ptr": scores, "ds_ptr": ds, "stride_task": rows * keys, "stride_row": keys,
-        "SCORE_GRADIENTS": gradients_source(problem.score_fn, wanted, spelling(problem)),
+        "SCORE_GRADIENTS": gradients_source(problem.score_fn, learned_tensors, spelling(problem)),
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
     }  # fmt: skip
-    for first in range(0, tasks, most):
-        values |= {"first_task": first, "n_tasks": min(most, tasks - first)}
+    for first_task in range(0, tasks, tasks_per_launch):
+        values |= {"first_task": first_task, "n_tasks": min(tasks_per_launch, tasks - first_task)}
         yield attention_launch(
             _bwd_score_gradient_kernel, ScoreGradientConstants, "score_gradient", problem, values, tile,
             values["n_tasks"],

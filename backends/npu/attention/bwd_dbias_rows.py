@@ -7,9 +7,11 @@ of p · (dp - delta) over keys is
     rowsum(dout * out) - (1 - p_sink) · delta  =  p_sink · delta + dlse
 
 so no matrix product is needed. A sum over tiles of scores would use only one of the two vector cores: the compiler
-keeps a kernel that reduces a whole tile to one value on one of them. A row that sees only the sink has the sum 0. A
-sink that is not finite would make it NaN, so such rows are left out. Which they are, their dq tells: it is 0, where the
-NaN of the row's log-sum-exp makes that of every other row NaN. That holds for any mask.
+keeps a kernel that reduces a whole tile to one value on one of them.
+
+Rows that see no key, but a sink, need care. Their sum over keys is 0. If the sink is not finite, their log-sum-exp is
+NaN, and the right side of the equation would be NaN, too. Such rows are left out. The kernel finds them, whatever the
+mask, by their dq: it is 0 in a row that sees no key, while in a row that sees keys a log-sum-exp of NaN makes it NaN.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class BiasRowsConstants(Constants):
     dbias: str  # "q": a value for each row; "1": one for all
     sinks: bool
     has_dlse: bool
-    dq_columns: int  # read of dq, at most DQ_WIDTH
+    dq_columns: int  # columns of dq that are read, at most DQ_WIDTH: enough to tell 0 from NaN
     interpret: bool
 
 
@@ -45,16 +47,18 @@ def _bwd_dbias_rows_kernel(
     batch, heads_q, seqlen_q, bias_batch, bias_heads,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Write dbias: the sum of exp(sink - lse) · delta + dlse over the broadcast dimensions other than keys.
+    """Write dbias: the sum of exp(sink - lse) · delta + dlse over the dimensions, besides keys, that were broadcast.
 
-    DBIAS is "q", a value for each row, or "1". `bias_batch`, `bias_heads`: number of samples and heads of the bias.
-    Rows that see no key have lse inf, and their dlse may be anything. NaN in delta or lse stays in its row.
+    A task is BLOCK_M values of dbias (DBIAS "q") or one value ("1"). It loops over the blocks of BLOCK_M rows that
+    these values were broadcast to. `bias_batch`, `bias_heads`: number of samples and heads of the bias. Rows that see
+    neither key nor sink have lse inf, and their dlse may be anything: they add 0. A NaN in delta or lse of one row does
+    not reach the values of others.
     """
     row_blocks = tl.cdiv(seqlen_q, c.BLOCK_M)
     bias_row_blocks = row_blocks if c.DBIAS == "q" else 1
     samples_per_bias = batch // bias_batch
     heads_per_bias = heads_q // bias_heads
-    row_blocks_per_bias = row_blocks // bias_row_blocks
+    row_blocks_per_bias = row_blocks // bias_row_blocks  # blocks of rows that one task adds up, in one head
     for task in range(tl.program_id(0), bias_batch * bias_heads * bias_row_blocks, tl.num_programs(0)):
         bias_m = task % bias_row_blocks
         bias_h = task // bias_row_blocks % bias_heads
@@ -76,8 +80,8 @@ def _bwd_dbias_rows_kernel(
             if c.SINKS:
                 dq_base = dq_ptr + b.to(tl.int64) * stride_dqb + h.to(tl.int64) * stride_dqh
                 dq = load_block(dq_base, seqlen_q, stride_dqm, row0, c.DQ_COLUMNS, c.BLOCK_M, DQ_WIDTH)
-                sees_no_key = (tl.sum(dq.to(tl.float32), 1) == 0.0) & (lse != lse)
-                summand = tl.where(sees_no_key, 0.0, summand)
+                sees_only_sink = (tl.sum(dq.to(tl.float32), 1) == 0.0) & (lse != lse)
+                summand = tl.where(sees_only_sink, 0.0, summand)
             total += tl.where(lse != float("inf"), summand, 0.0)
         out_base = dbias_ptr + bias_b.to(tl.int64) * stride_dbias_b + bias_h.to(tl.int64) * stride_dbias_h
         dtype = dbias_ptr.dtype.element_ty

@@ -7,7 +7,7 @@ query head of the group. For each tile it recomputes the weights and adds to dk 
     dpᵀ = v doutᵀ
     dsᵀ = pᵀ · (dpᵀ - delta)            times the cap's derivative with softcap
     dv += pᵀ dout
-    dk += dsᵀ q                         times grad_scale after the loop
+    dk += dsᵀ q                         times grad_scale after the loop (`configs.attention_scalars`)
 
 No other program adds to these rows, so nothing needs atomics and results are the same from run to run. All score tiles
 are held transposed, [BLOCK_N, BLOCK_M]: then the left operands of both accumulating products need no transpose.
@@ -75,7 +75,14 @@ def _bwd_dkdv_kernel(
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_parallel,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv. The module docstring lists the steps."""
+    """Write dk and dv. For each task, a block of keys of a KV head (b, hk), a program
+
+    1. finds the sequence and the query rows that see these keys: rows [lo, hi), or with a block mask the list of each
+       query head;
+    2. loads k and v, and clears dk and dv;
+    3. for each tile of query rows of each head of the group adds to dk and dv, as the file's header says;
+    4. clears rows of keys that no query sees, scales, and stores dk and dv.
+    """
     PAD_D: tl.constexpr = c.HEAD_DIM < c.BLOCK_D
     PAD_D_TAIL: tl.constexpr = c.HEAD_DIM != c.BLOCK_D + c.BLOCK_D_TAIL
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
@@ -99,8 +106,9 @@ def _bwd_dkdv_kernel(
             keys = sk if c.VARLEN else seqlen_k
             first_head = 0
             if c.MASK_K:
-                # The compiler clears an accumulator in the first iteration of the inner loop below, in the first one of
-                # the outer loop. So that must not be a head of which no query sees a key here.
+                # The compiler clears dk and dv in the first iteration of the inner loop (over rows) in the first
+                # iteration of the outer loop (over heads). If the first head had no rows, nothing would clear them. So
+                # the outer loop begins with the first head of which a query sees one of these keys; `group`: none.
                 first_head = group
                 for i in range(group):
                     lists = head_lists(mask_blocks_ptr, b, hk * group + group - 1 - i, stride_mask_b, stride_mask_h)
@@ -108,7 +116,7 @@ def _bwd_dkdv_kernel(
                     first_head = tl.where(end > 0, group - 1 - i, first_head)
             else:
                 lo, hi = row_range(n0, sq, sk, window_left, window_right, c)
-                lists, full = 0, 0
+                lists, full_end = 0, 0
                 row_blocks = tl.cdiv(tl.maximum(hi - lo, 0), c.BLOCK_M)
             k_base = head_base(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
             v_base = head_base(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
@@ -124,15 +132,16 @@ def _bwd_dkdv_kernel(
                 dk_tail = tl.zeros([c.BLOCK_N, c.BLOCK_D_TAIL], tl.float32)
             dk = tl.zeros([c.BLOCK_N, c.BLOCK_D], tl.float32)
             dv = tl.zeros([c.BLOCK_N, c.BLOCK_DV], tl.float32)
-            # With a block mask each head of the group has a list of query blocks; else one loop has the tiles of all.
+            # Without a block mask the outer loop has one iteration, and `step` is the number of a tile among those of
+            # all heads. With one each head has its own list of query blocks, and `step` is a position in it.
             for head in range(first_head, group if c.MASK_K else 1):
                 if c.MASK_K:
                     h = hk * group + head
                     lists = head_lists(mask_blocks_ptr, b, h, stride_mask_b, stride_mask_h)
-                    queries, full, end = listed_queries(lists, n0, seqlen_q, seqlen_k, c)
+                    list_ptr, full_end, end = listed_queries(lists, n0, seqlen_q, seqlen_k, c)
                 for step in range(0, end if c.MASK_K else row_blocks * group, c.BLOCK_M if c.MASK_K else 1):
-                    if c.MASK_K:  # `step` is a position in the list
-                        row0 = listed(step, queries, c.MASK_Q)
+                    if c.MASK_K:
+                        row0 = listed(step, list_ptr, c.MASK_Q)
                     else:
                         h = hk * group + step // row_blocks
                         row0 = lo + (step % row_blocks) * c.BLOCK_M
@@ -162,7 +171,7 @@ def _bwd_dkdv_kernel(
                     if c.SCORE_FN is not None:
                         score = s
                         s, seen = function_scores(
-                            s, b, h, step >= full, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k,
+                            s, b, h, step >= full_end, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k,
                             window_left, window_right, score_tensor0_ptr, score_tensor1_ptr,
                             score_tensor2_ptr, score_tensor3_ptr, c.MASK_K == 0 or c.SEQ_LENS, True, c,
                         )  # fmt: skip
@@ -171,7 +180,9 @@ def _bwd_dkdv_kernel(
                     # it AscendNPU IR 1.1.0 leaves square tiles to one vector core, or overflows the unified buffer.
                     if c.SCORE_FN is None:
                         if c.MASK_K:
-                            p = keep_visible(p, 0.0, step >= full, lists, mask_bits_ptr, row0, n0, seqlen_k, True, c)
+                            p = keep_visible(
+                                p, 0.0, step >= full_end, lists, mask_bits_ptr, row0, n0, seqlen_k, True, c
+                            )
                         if c.MASK_K == 0 or c.SEQ_LENS:
                             p = masked(p, 0.0, row0, n0, sq, sk, window_left, window_right, True, c)
                         p = drop_columns(p, row0, sq, c.BLOCK_M)

@@ -325,7 +325,10 @@ def apply_mask(x, fill, row0, n0, sq, sk, window_left, window_right, TRANSPOSED:
 
 @triton.jit
 def capped_scores(s, softcap, softcap_minus, softcap_rate, SOFTCAP: tl.constexpr):
-    """Return softcap · tanh(x) for raw products s of any shape, where x = s · sm_scale / softcap; softcap_rate is 2x/s.
+    """Return softcap · tanh(x) for raw products s of any shape, where x = s · sm_scale / softcap.
+
+    The host computes softcap_rate = 2 sm_scale / softcap, so that s · softcap_rate = 2x, and softcap_minus = -2 softcap
+    (`configs.attention_scalars`).
 
     "plain" is softcap - 2 softcap / (exp(2x) + 1): one division, with a rounding error relative to the cap. float32
     inputs would notice that error where scores are small. So "precise" uses the odd polynomial of the Cephes library

@@ -1,12 +1,20 @@
 """Score functions in the Ascend kernels: from scores and positions of a tile to new scores, and the way back.
 
-`diyfa.score_code` makes jit functions of the user's function and of its derivatives; they are among a kernel's
-constants, and call the helpers of this file. The function runs on the vector cores, on the tile of scores. It comes
-last, so a kernel masks its result and not its argument: `seen` is 1.0 where a query sees a key, else 0.0.
+`diyfa.score_code` makes jit functions of the user's function and of its derivatives. A kernel has them among its
+constants: SCORE_FN, its derivative by the score SCORE_SLOPE, and SCORE_GRADIENTS, which adds to the gradients of
+captured tensors. Their text calls the helpers of this file, with the arguments that `_SPELLING` names. A function runs
+on the vector cores, on the tile of scores. It comes last, so a kernel masks its result and not its argument: `seen` is
+1.0 where a query sees a key, else 0.0.
 
-Triton 3.2 has no tuples, so the parameters of these functions are many. Consecutive elements of captured tensors are
-loaded as a vector, others are gathered one by one. The compiler does not honour the mask of a gather, so hidden pairs
-have the offset 0 there.
+Parameters, as Triton 3.2 has no tuples:
+
+* t0 to t3: addresses of the captured tensors; g0 to g3: addresses of their gradients, fp32;
+* pairs, rows, cols: for which pairs, rows and columns of the tile a function may read captured tensors, booleans that
+  broadcast to the tile;
+* offset: of the elements to load, one for the tile, or of the shape of the tile, of its rows or of its columns.
+
+Consecutive elements of captured tensors are loaded as a vector, a *line*, others are gathered one by one. The compiler
+does not honour the mask of a gather, so hidden pairs have the offset 0 there.
 """
 
 from __future__ import annotations
@@ -80,15 +88,16 @@ def load_captured(pointer, offset, pairs, rows, cols):
 
 @triton.jit
 def load_line(pointer, offset, pairs, rows, cols):
-    """Return consecutive elements of a captured tensor, one for each row or for each column of a tile."""
+    """Return a line: consecutive elements of a captured tensor, one for each row or for each column of a tile."""
     return as_number(tl.load(pointer + offset, mask=mask_of_offset(offset, pairs, rows, cols), other=0))
 
 
 @triton.jit
 def load_key_line(pointer, offset, pairs, rows, cols):
-    """Return elements as `load_line` does, those of rows one by one.
+    """Return elements as `load_line` does for columns, and for rows as `load_captured` does, one by one.
 
-    A block mask may hide all keys from any row, so the rows to read for are no range."""
+    It is for calls with a block mask. That may hide all keys from any row, so the rows to read for need not be
+    consecutive, as those of a line must be."""
     if offset.shape[0] == cols.shape[0] and offset.shape[1] == cols.shape[1]:
         value = load_line(pointer, offset, pairs, rows, cols)
     else:
@@ -98,10 +107,11 @@ def load_key_line(pointer, offset, pairs, rows, cols):
 
 @triton.jit
 def rows_and_keys(pairs, row0, n0, sq, sk, window_right, TRANSPOSED: tl.constexpr, c: tl.constexpr):
-    """Return (rows, keys, rows to read for, keys to read for) of a tile, that broadcast to it.
+    """Return (query rows, keys, which rows to read for, which keys to read for) of a tile, that broadcast to it.
 
-    Nothing is read for rows from which a mask hides all keys: of more queries than keys, some have positions below 0.
-    These are masks of loads: the compiler reads the range of rows off integer compares."""
+    Nothing is read for rows from which a mask hides all keys. There are such rows even under a causal mask, if there
+    are more queries than keys: the first ones have positions below 0. Both masks are integer compares, from which the
+    compiler finds the range to load."""
     rows = tl.arange(0, c.BLOCK_M) + row0
     keys = tl.arange(0, c.BLOCK_N) + n0
     read_rows = rows < sq
@@ -163,7 +173,7 @@ def function_scores(
 def function_gradient(
     ds, s, seen, b, h, row0, n0, sq, sk, window_right, t0, t1, t2, t3, TRANSPOSED: tl.constexpr, c: tl.constexpr
 ):  # fmt: skip
-    """Return the gradient of scores s from `ds`, that of the user's function of them."""
+    """Return the gradient of scores s, the function's argument, from `ds`, the gradient of its result."""
     pairs = seen > 0.0
     rows, keys, read_rows, read_keys = rows_and_keys(pairs, row0, n0, sq, sk, window_right, TRANSPOSED, c)
     slope = c.SCORE_SLOPE(s, b, h, rows + (sk - sq), keys, pairs, read_rows, read_keys, t0, t1, t2, t3)
@@ -173,9 +183,10 @@ def function_gradient(
 
 @triton.jit
 def add_gradient(pointer, offset, ds, partial, pairs, rows, cols):
-    """Add ds times a partial derivative, the gradient of a loaded value, to that of its tensor at `offset`, fp32.
+    """Add the gradients of loaded values, ds * partial, to the fp32 gradient of their tensor at `offset`.
 
-    An offset that is equal for all rows or columns of the tile is added to once."""
+    `partial`: derivative of the function by the loaded value. If one element was loaded for a whole row or column of
+    the tile, its gradients are summed first and added once."""
     gradient = tl.where(ds != 0.0, ds * partial, 0.0)  # hidden pairs may have any derivative
     if offset.type.is_block():
         if offset.shape[0] == pairs.shape[0] and offset.shape[1] == pairs.shape[1]:
@@ -193,7 +204,7 @@ def add_gradient(pointer, offset, ds, partial, pairs, rows, cols):
 def add_captured_gradients(
     ds, s, b, h, row0, n0, sq, sk, window_right, t0, t1, t2, t3, g0, g1, g2, g3, c: tl.constexpr
 ):  # fmt: skip
-    """Add the gradients of captured tensors, from `ds`, that of the user's function of scores s, 0 for hidden pairs."""
+    """Add the gradients of captured tensors, from `ds`, the gradient of the function's result, 0 for hidden pairs."""
     pairs = ds != 0.0
     rows, keys, read_rows, read_keys = rows_and_keys(pairs, row0, n0, sq, sk, window_right, False, c)
     c.SCORE_GRADIENTS(ds, s, b, h, rows + (sk - sq), keys, pairs, read_rows, read_keys, t0, t1, t2, t3, g0, g1, g2, g3)
