@@ -49,7 +49,7 @@ WORDS = Words()
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors, inside torch.autocast with float32 ones cast to its dtype, as PyTorch's attention does."""
+    """Return the tensors. Inside torch.autocast, float32 ones are cast to its dtype, as PyTorch's attention does."""
     if torch.float32 not in [x.dtype for x in tensors]:
         return tensors
     dtype = autocast_dtype(tensors[0])
@@ -142,11 +142,14 @@ def attend(
 ) -> Any:
     """Run one call of a public function -> out, or (out, lse).
 
-    1. Form the key of the call from the tensors as they are given, and look its plan up.
+    1. Form the key of the call from the tensors as they are given, and look its plan up. Packed tensors have none yet.
     2. Without a plan: pass DTensors and `Quantized` to their own paths. Cast for autocast, make 3-D tensors 4-D, split
        packed ones. If that gave other tensors, look up the plan of these.
     3. With a plan, check values of lengths and run it. Without, check every argument, make the plan, store it and run
        it. A call that has no key (something traces or transforms it) goes through the operators.
+
+    Below, `tensors` are the values of `owners`, from step 2 on as autocast and `_as_4d` leave them. q, k and v are
+    these, or views of those that pack them. Kernels read q, k and v; autograd gives gradients to `tensors`.
 
     Args:
         owners: {"q": q, "k": k, "v": v}, or the tensors that pack them: {"q": q, "kv": kv} or {"qkv": qkv}.
@@ -154,9 +157,10 @@ def attend(
         weights: with `returns_lse`, the result of `weights(q, k, lse, lengths, options)` follows lse if the call has
             dropout, else a tensor without elements.
     """
-    first, *others = tensors = tuple(owners.values())
+    tensors = tuple(owners.values())
+    first = tensors[0]
     layout = arguments["layout"]
-    packing = ("qkv", "kv", "")[len(others)]  # what the last of one, two or three owners packs
+    packing = ("qkv", "kv", "")[len(tensors) - 1]  # what the last of one, two or three tensors packs
     if not (type(arguments["causal"]) is type(arguments["deterministic"]) is type(returns_lse) is bool):
         flags = {name: arguments[name] for name in ("causal", "deterministic")}
         validation.check_booleans(**flags, **{words.returns_lse: returns_lse})
@@ -191,10 +195,10 @@ def attend(
                     )
                 return _attend_dtensors(owners, lengths, returns_lse, arguments, words, weights)
             if any(isinstance(x, Quantized) for x in tensors):
-                given = {
+                unchecked = {
                     "mask": mask, "score_fn": score_fn, "score_tensors": captured, "score_grad_fn": score_grad_fn
                 }  # fmt: skip
-                return _attend_quantized(owners, lengths, returns_lse, arguments, given, words, weights)
+                return _attend_quantized(owners, lengths, returns_lse, arguments, unchecked, words, weights)
             validation.check_tensors(**owners)
         prepared: Any = autocast(*tensors)
         if layout == "bhsd" and first.dim() == 3:
@@ -205,14 +209,14 @@ def attend(
             key, addresses = attention_key((q, k, v), lengths, arguments.values(), optional)
             plan = find(key)
         tensors = prepared
-    q_owner, k_owner, v_owner = (*tensors, None, None)[:3] if packing else tensors
+    three_owners = (*tensors, None, None)[:3] if packing else tensors  # None where one tensor packs several
     if not returns_lse:
         weights = None
     # `weights` needs the state of the dropout mask, which only the checked options have.
     if plan is not None and (weights is None or not arguments["dropout_p"]):
         if optional:
             validation.check_values(lengths, q, k, layout)
-        result = ops.run_plan(plan, (q_owner, k_owner, v_owner), optional, addresses, returns_lse)
+        result = ops.run_plan(plan, three_owners, optional, addresses, returns_lse)
         if weights is not None:
             result = (*result, q.new_empty(0))
     else:
@@ -220,9 +224,9 @@ def attend(
         if key is not None and not is_described_only(q):
             plan = ops.plan_of(q, k, v, lengths, options, key)
             checked = optional_tensors(lengths, options)
-            result = ops.run_plan(plan, (q_owner, k_owner, v_owner), checked, addresses, returns_lse)
+            result = ops.run_plan(plan, three_owners, checked, addresses, returns_lse)
         else:
-            result = ops.attend(q_owner, k_owner, v_owner, lengths, options)
+            result = ops.attend(*three_owners, lengths, options)
             result = result if returns_lse else result[0]
         if weights is not None:
             weight_tensor = weights(q, k, result[1], lengths, options) if options.dropout_p else q.new_empty(0)
@@ -254,22 +258,22 @@ def _attend_quantized(
     lengths: Lengths,
     returns_lse: bool,
     arguments: dict[str, Any],
-    given: dict[str, Any],
+    unchecked: dict[str, Any],
     words: Words,
     weights: Callable[..., torch.Tensor] | None,
 ) -> Any:
     """Run a call of which some tensors are `Quantized`: `attend` of their values, descales and means.
 
-    Gradients that go straight through have their own path. `given`: mask and score function as the caller gave them;
-    `arguments` have their checked forms, and a second `attend` checks them anew.
+    Gradients that go straight through have their own path. `unchecked`: mask and score function as the caller gave
+    them, which the second `attend` checks anew. `arguments` have their checked forms.
     """
     quantized = [x if isinstance(x, Quantized) else None for x in owners.values()]
     arguments |= unwrapped(owners, arguments)
     validation.check_tensors(**owners)
     dtype = _gradient_dtype(quantized, owners, arguments)
     if dtype is None:
-        return attend(owners, lengths, returns_lse, arguments | given, words, weights)
-    if given["score_fn"] is not None:
+        return attend(owners, lengths, returns_lse, arguments | unchecked, words, weights)
+    if unchecked["score_fn"] is not None:
         raise ValueError("a call with gradients of straight_through=True takes no score_fn")
     pair = _attend_straight_through(quantized, owners, lengths, arguments, words, dtype)
     if weights is not None and returns_lse:  # there is no dropout

@@ -35,18 +35,23 @@ Descale = torch.Tensor | float | None
 FLOAT8 = torch.float8_e4m3fn
 
 _FLAGS = ("causal", "rotary_interleaved", "return_softmax_lse")
-# Names of the optional tensors of a call: those of `KVCacheTensors`, then those of `NewKeys`, then `out`.
-_BOUND = len(KVCacheTensors._fields) - KVCacheTensors._fields.index("seqlens")
+# Names of the optional tensors of a call, which `_Call.optional` holds in this order: first the optional fields of
+# `KVCacheTensors` under the caller's names, in the order of the fields (`_N_FIELDS` of them), then k, v, cos and sin of
+# `NewKeys`, last `out`. With packed queries the first is called `seqused_k`.
+_N_FIELDS = len(KVCacheTensors._fields) - KVCacheTensors._fields.index("seqlens")
 _OPTIONAL = (
     "cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "block_table", "cache_batch_idx", "cache_leftpad", "alibi_slopes",
     "sinks", "k_descale", "v_descale", "k", "v", "rotary_cos", "rotary_sin", "out",
 )  # fmt: skip
-_TABLE = _OPTIONAL.index("block_table")
+_TABLE_INDEX = _OPTIONAL.index("block_table")
 _PACKED_OPTIONAL = ("seqused_k", *_OPTIONAL[1:])
 
 
 class _Call(NamedTuple):
-    """The unchecked arguments of a call, without the numbers in which equal calls may differ."""
+    """The unchecked arguments of a call, without the lengths in which equal calls may differ (see `_attend`).
+
+    The key of a call has all of them, and of each tensor its shape, strides, dtype and device (`call_key`).
+    """
 
     q: Any
     k: Any  # a cache, or packed keys
@@ -312,7 +317,7 @@ def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_
 
 
 def _reads_values(call: _Call, tensors: KVCacheTensors) -> bool:
-    """Return whether equal calls have values that the host can read without waiting."""
+    """Return whether calls like this one have values to check: tensors on the CPU, or a length that is an int."""
     return tensors.q.is_cpu or not (call.is_packed or tensors.seqlens is not None)
 
 
@@ -328,27 +333,31 @@ def _check_values(call: _Call, tensors: KVCacheTensors, max_seqlen_k: int) -> No
 
 
 def _autocast(call: _Call) -> _Call | None:
-    """Return the call with the casts of torch.autocast, or None if nothing is cast. Beside a cache, all but float64 is
-    cast to its dtype, or to autocast's if it is float8. q and packed keys are cast from float32 as in training."""
+    """Return the call with the casts of torch.autocast, or None if nothing is cast.
+
+    * Over a cache or pages: q and new keys and values, unless float64, are cast to the cache's dtype, or to autocast's
+      dtype if the cache is float8.
+    * Over packed keys: q, k and v are cast from float32 to autocast's dtype, as in training.
+    """
     q, k, v, optional = call[:4]
     if not isinstance(q, torch.Tensor) or not isinstance(k, torch.Tensor):
         return None
     dtype = autocast_dtype(q)
     if dtype is None:
         return None
-    as_in_training = call.is_packed and optional[_TABLE] is None
+    as_in_training = call.is_packed and optional[_TABLE_INDEX] is None
     if not as_in_training and k.dtype is not FLOAT8:
         dtype = k.dtype
     if dtype not in ATTENTION_DTYPES:
         return None
     dtypes = (torch.float32,) if as_in_training else (torch.float32, torch.float16, torch.bfloat16)
-    inputs = (q, k, v) if as_in_training else (q, *optional[_BOUND : _BOUND + 2])
+    inputs = (q, k, v) if as_in_training else (q, *optional[_N_FIELDS : _N_FIELDS + 2])
     cast = [x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in dtypes else x for x in inputs]
     if all(x is y for x, y in zip(cast, inputs, strict=True)):
         return None
     if as_in_training:
         return call._replace(q=cast[0], k=cast[1], v=cast[2])
-    return call._replace(q=cast[0], optional=(*optional[:_BOUND], *cast[1:], *optional[_BOUND + 2 :]))
+    return call._replace(q=cast[0], optional=(*optional[:_N_FIELDS], *cast[1:], *optional[_N_FIELDS + 2 :]))
 
 
 def _number_as_tensor(x: Descale, q: torch.Tensor) -> torch.Tensor | None:
@@ -369,14 +378,18 @@ def _as_backends_read(index: int, x: torch.Tensor, call: _Call) -> torch.Tensor:
 
 
 def _bind(call: _Call, length: int, plan: KVCachePlan | None = None) -> tuple[KVCacheTensors, NewKeys | None]:
-    """Return the tensors of a checked call as backends read them. `plan` is that of an earlier equal call."""
+    """Return the objects that backends read, made from the tensors of a checked call.
+
+    A tensor that backends could not read as it is becomes a copy or a view. `plan` is that of an earlier equal call: it
+    knows whether any do, and the numbers that follow from shapes.
+    """
     q, k, v, optional, scale = call[:5]
-    bound: Any = optional[:_BOUND]
-    new_k, new_v, cos, sin = optional[_BOUND:-1]
+    fields: Any = optional[:_N_FIELDS]
+    new_k, new_v, cos, sin = optional[_N_FIELDS:-1]
     if call.is_full:
-        length = _capacity(k, optional[_TABLE])
+        length = _capacity(k, optional[_TABLE_INDEX])
     if plan is None or not plan.binds_without_copies:
-        bound = [x if x is None else _as_backends_read(i, x, call) for i, x in enumerate(bound)]
+        fields = [x if x is None else _as_backends_read(i, x, call) for i, x in enumerate(fields)]
     if plan is None:
         scale, added = q.shape[-1] ** -0.5 if scale is None else float(scale), 0 if new_k is None else new_k.shape[1]
     else:
@@ -384,15 +397,24 @@ def _bind(call: _Call, length: int, plan: KVCachePlan | None = None) -> tuple[KV
     new = None if new_k is None else NewKeys(new_k, new_v, cos, sin, call.interleaved)
     if new is not None and cos is not None:
         new = with_room(new, q)
-    return KVCacheTensors(q, k, v, scale, length, added, *bound), new
+    return KVCacheTensors(q, k, v, scale, length, added, *fields), new
 
 
 def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> Any:
-    """Run a call -> (out, lse if `returns_lse`, …). Equal calls may differ in `length`, which is that of all sequences
-    if no tensor has lengths, and in `max_seqlen_k`, which packed queries have."""
+    """Run a call -> (out, lse if `returns_lse`, …).
+
+    1. Look up the plan of earlier equal calls. If such calls only attend, repeat the launch.
+    2. Without a plan: if torch.autocast casts tensors, begin again with the cast ones; check shapes, strides, dtypes.
+    3. Make the objects that backends read (`_bind`). Check the values that the host can read.
+    4. Without a plan: make one and store it. A call that is traced or transformed has no key, and uses the operators.
+    5. Append and attend. If a gradient is wanted, give the results a grad_fn that raises.
+
+    Equal calls may differ in `length`, the keys of all sequences if no tensor has lengths, and in `max_seqlen_k`, which
+    packed queries have.
+    """
     q, k, v, optional = call[:4]
     key, addresses = call_key((q, k, v, *optional), call[4:])
-    if key is not None and v is not None:  # v may be a view of k, and the result may replace q
+    if key is not None and v is not None:  # the key holds no addresses, but v may be a view of k, and out may be q
         key = key, addresses[1] == addresses[2], optional[-1] is not None and addresses[-1] == addresses[0]
     plan, out = find(key), optional[-1]
     if plan is not None and plan.only_attends:
@@ -412,7 +434,7 @@ def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> A
         plan = Operators(call.options, needs_grad((q, k, v, *optional), out))
     elif plan is None:
         plan = KVCachePlan(tensors, call.options, new, out)
-        plan.binds_without_copies = all(map(is_, tensors[-_BOUND:], optional))
+        plan.binds_without_copies = all(map(is_, tensors[-_N_FIELDS:], optional))
         plan.reads_values = _reads_values(call, tensors)
         plan.wants_grad = needs_grad((q, k, v, *optional), out)
         needs_nothing = plan.binds_without_copies and not plan.reads_values and not plan.wants_grad

@@ -1,8 +1,11 @@
 """The operators `diyfa::kvcache_append` and `diyfa::kvcache_fwd` (and `_out`), and the plans of calls with a cache.
 
 They have no backward pass: results of inputs that require a gradient have a grad_fn that raises. Their flat schema is
-made from the fields of `KVCacheTensors`, `KVCacheOptions` and `NewKeys`, and calls are packed and unpacked by name. As
-in `diyfa.ops`, calls that nothing traces or transforms bypass the dispatcher, and equal calls share a `KVCachePlan`.
+made from the fields of `KVCacheTensors`, `KVCacheOptions` and `NewKeys`, and calls are packed and unpacked by name.
+
+A `KVCachePlan` has one `_Step` that attends and, if there are new keys, one that appends them. As in `diyfa.ops`, a
+call that nothing traces or transforms runs its plan directly, and equal calls share it (`diyfa.kvcache`). All other
+calls go through `Operators`, which calls the PyTorch operators; each operator makes a plan for that one call.
 """
 
 from __future__ import annotations
@@ -213,7 +216,8 @@ def _computes_nothing(tensors: KVCacheTensors, options: KVCacheOptions) -> bool:
 
 
 class _Step:
-    """One kernel of a call, and `Kernel.repeat` of it from the second call on: layers make equal calls."""
+    """One kernel of a call. The first run launches it. The second one asks `Kernel.repeat` for a cheaper launch, which
+    all later runs use: many calls come once, but layers make equal calls."""
 
     __slots__ = ("_present", "has_run", "kernel", "problem", "repeat")
 
@@ -231,30 +235,32 @@ class _Step:
         return self.repeat([*map(torch.Tensor.data_ptr, present), length], *arguments)
 
     def run(
-        self, tensors: KVCacheTensors, inputs: tuple[Any, ...], results: Callable[[], tuple[Any, ...]], *arguments: Any
+        self, tensors: KVCacheTensors, inputs: tuple[Any, ...], outputs: Callable[[], tuple[Any, ...]], *arguments: Any
     ) -> Any:
         """Run the kernel and return what it has filled, or what a repeated launch returns.
 
-        `inputs` contains all tensors that the kernel reads, in the order of the fields. `results` makes the arguments
-        of `Kernel.launch` behind `tensors`. `arguments` are those of a repeated launch behind the tensors.
+        Args:
+            inputs: all tensors that the kernel reads, in the order of the fields, among other values.
+            outputs: makes the arguments of `Kernel.launch` behind `tensors`. A repeated launch makes its own.
+            arguments: those of a repeated launch, behind the addresses and the length.
         """
         repeated = self._relaunch(tensors.length, inputs, arguments)
         if repeated is not None:
             return repeated
-        problem, kernel, outputs = self.problem, self.kernel, results()
+        problem, kernel, filled = self.problem, self.kernel, outputs()
         if self.has_run and kernel.repeat is not None:
             self._present = itemgetter(*[i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)])
-            self.repeat = kernel.repeat(problem, tensors, *outputs)
+            self.repeat = kernel.repeat(problem, tensors, *filled)
             repeated = self._relaunch(tensors.length, inputs, arguments)
             if repeated is not None:
                 return repeated
         if problem.varlen and not kernel.clears:
-            out, lse = outputs
+            out, lse = filled
             out.zero_()
             lse.fill_(float("inf"))
-        kernel.launch(problem, tensors, *outputs)
+        kernel.launch(problem, tensors, *filled)
         self.has_run = True
-        return outputs
+        return filled
 
 
 class KVCachePlan:
@@ -281,18 +287,19 @@ class KVCachePlan:
         self._append: _Step | None = None
         if new is not None:
             caches = tensors.k_cache, tensors.v_cache
-            self._reach = max(
-                memory_span(x) * x.element_size() for x in caches
-            )  # bytes; caches further apart are separate
+            # Bytes of the larger cache. Caches whose addresses are further apart do not overlap.
+            self._reach = max(memory_span(x) * x.element_size() for x in caches)
             appended = problem if rotated is None else describe_kvcache(backend, tensors, options, out)
             step = _Step("kvcache_append", backend, appended)
             if tensors.q.shape[0] and (rotated is not None or (new.k.numel() and tensors.k_cache.numel())):
                 self._append = step
         self._computes_nothing = _computes_nothing(tensors, options)
         self.scale, self.added = tensors.sm_scale, tensors.added
-        # Set by the front end. `binds_without_copies`: kernels read the caller's tensors, no copies or views of them.
-        # `reads_values`: the host can check lengths or tables. `wants_grad`: an input requires a gradient in grad mode.
-        # `only_attends`: before it is repeated, a call has nothing to bind, append, check by value or differentiate.
+        # `kvcache._attend` sets these four after it has made the plan:
+        # binds_without_copies  kernels read the caller's tensors themselves, no copies or views of them
+        # reads_values          the host can read lengths or tables, and checks them in each call
+        # wants_grad            an input requires a gradient in grad mode, so the results get a grad_fn
+        # only_attends          none of this applies and no keys are appended: a call may be repeated at once
         self.binds_without_copies = self.reads_values = self.wants_grad = self.only_attends = False
 
     def repeat(
@@ -314,19 +321,19 @@ class KVCachePlan:
             if new.rotated_q is not None:
                 tensors = tensors._replace(q=new.rotated_q)
 
-        def results() -> Pair:
+        def outputs() -> Pair:
             out_buffer = empty_output(tensors.q, self.problem.head_dim_v) if out is None else out
             return out_buffer, empty_lse(tensors.q, self.problem.layout)
 
         if self._computes_nothing:
-            pair = results()
+            pair = outputs()
             offsets = Lengths(tensors.cu_seqlens_q)
             fill_without_keys(tensors.sinks, tensors.q, offsets, self.problem.layout, *pair)
             return pair
-        return self._attend.run(tensors, tensors, results, out, returns_lse)
+        return self._attend.run(tensors, tensors, outputs, out, returns_lse)
 
     def append(self, tensors: KVCacheTensors, new: NewKeys) -> None:
-        """Write new keys to the caches. Whether these overlap depends on addresses, and is checked each time."""
+        """Write new keys to the caches. Whether the caches overlap depends on addresses, so each call checks it."""
         distance = tensors.v_cache.data_ptr() - tensors.k_cache.data_ptr()
         if -self._reach < distance < self._reach or new.v is None:
             check_new_values(tensors.k_cache, tensors.v_cache, new.v)

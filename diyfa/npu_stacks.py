@@ -1,10 +1,11 @@
 """Releases of CANN, PyTorch, torch_npu and triton-ascend that belong together on an Ascend machine, as plain data.
 
-The pairs are those of torch_npu's compatibility table (COMPATIBILITY.md of its repository, read on 2026-11-24) and of
-the release notes of TorchNPU 26.1.1 and 26.2.0 (read on 2026-11-29). The notes name triton-ascend 3.2.2 for 26.1, and
-for CANN 9.2.0 with torch 2.7.1; 3.6.0 for CANN 9.2.0 with torch 2.10.0 and 2.13.0; none for the others. The machine has
-CANN, torch, torch_npu and triton-ascend. diyfa's extra `npu` chooses none of them. This module imports nothing of diyfa
-and no kernel language.
+Sources of the pairs: torch_npu's compatibility table (COMPATIBILITY.md of its repository, read on 2026-11-24), and the
+release notes of TorchNPU 26.1.1 and 26.2.0 (read on 2026-11-29). The notes also name releases of triton-ascend: 3.2.2
+for 26.1, and for CANN 9.2.0 with torch 2.7.1; 3.6.0 for CANN 9.2.0 with torch 2.10.0 and 2.13.0; none for other pairs.
+
+diyfa installs none of these packages: its extra `npu` takes those that the machine has. This module imports nothing of
+diyfa and no kernel language.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ class TritonAscend:
 
 
 TRITON_ASCEND = "3.2.0"  # tests and compile gate run with it; no index but Ascend's own mirror has a later one
-_LATER = TritonAscend("9.0.0", ((3, 10), (3, 11), (3, 12), (3, 13)), True)
+_FROM_3_2_1 = TritonAscend("9.0.0", ((3, 10), (3, 11), (3, 12), (3, 13)), True)
 TRITON_ASCENDS: dict[str, TritonAscend] = {
     TRITON_ASCEND: TritonAscend("8.5.0", ((3, 10), (3, 11)), False),
-    "3.2.1": _LATER,
-    "3.2.2": _LATER,
+    "3.2.1": _FROM_3_2_1,
+    "3.2.2": _FROM_3_2_1,
 }
-# Packages that triton-ascend and CANN's Python import, and that triton-ascend 3.2.0 does not declare. The extra `npu`
-# has them. Without those of IMPORTED `import triton` fails.
+# Packages without which `import triton` fails. triton-ascend 3.2.0 does not declare them as dependencies, so the extra
+# `npu` does, together with others that CANN's Python imports.
 IMPORTED = ("pybind11", "numpy")
 CXX20_TORCH = (2, 14)  # its ATen needs C++20, and triton-ascend 3.2.x builds the launcher of a kernel as C++17
-# COMPILERS: versions, as `bishengir-compile --version` prints them, that compile every shipped tile; 1.1.0 has the date
-# of CANN 9.0.0. CANN_8_5_COMPILER (ascendnpu-ir 1.0.0) compiles the conservative tiles and refuses most others.
+# Versions of the compiler, as `bishengir-compile --version` prints them.
+# COMPILERS: they compile every shipped tile. 1.1.0 was built when CANN 9.0.0 was.
+# CANN_8_5_COMPILER: it is ascendnpu-ir 1.0.0, compiles the conservative tiles and refuses most others.
 COMPILERS = ("1.1.0", "1.2.0")
 CANN_8_5_COMPILER = "0.1.0"
 GET_TRITON_ASCEND = (
@@ -70,7 +72,7 @@ class Stack:
         return release(version)[: len(numbers)] == numbers
 
 
-# CANN -> {torch: torch_npu}
+# CANN -> {torch: torch_npu}. "9.1.0" is that release, "9.1" any of 9.1.x.
 PAIRS = {
     "8.5.0": {"2.7.1": "2.7.1.post2", "2.8.0": "2.8.0.post2", "2.9.0": "2.9.0"},
     "9.0.0": {"2.7.1": "2.7.1.post4", "2.8.0": "2.8.0.post4", "2.9.0": "2.9.0.post2", "2.10.0": "2.10.0"},

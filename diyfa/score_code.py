@@ -26,6 +26,15 @@ A backend's `Spelling` says how its kernels pass arguments. Its module has the f
 `load_captured`, `add_gradient`, `number`, `precise_tanh`. If the module has a `JIT`, that makes the jit function in
 place of `triton.jit`. Kernels have the functions among their constants, as `JitSource`: text, which is in the key of
 the binary.
+
+How a load is spelled depends on its offset, whose growth from pair to pair is called its step (`_steps`):
+
+    offset        step    the load reads                      spelled
+    h * 255 + 3   (0, 0)  one element for the tile            load_captured
+    i + 5         (1, 0)  consecutive elements, one a row     `Spelling.load_line`
+    j             (0, 1)  consecutive elements, one a column  `Spelling.load_line`
+    any other, such as    any element for each pair: it       load_captured
+    i - j or 2 * i        *gathers*, which is slow on NPUs
 """
 
 from __future__ import annotations
@@ -95,7 +104,8 @@ class Spelling:
 
 Step = tuple[int, int]  # growth of a number from one query to the next, and from one key to the next
 _CONSTANT: Step = (0, 0)  # equal for all pairs of a tile
-_LINES: tuple[Step, ...] = ((1, 0), (0, 1))  # an offset of such a step reads a line: one element for each row or column
+# Steps of offsets that read a line, consecutive elements: one for each row, one for each column.
+_LINES: tuple[Step, ...] = ((1, 0), (0, 1))
 
 
 def _steps(program: Program) -> dict[str, Step | None]:
@@ -135,7 +145,7 @@ def gathered_loads(source: str, has_mask: bool = False) -> int:
     The number is that of the function or of its derivative, whichever has more. `has_mask`: a block mask may leave any
     rows of a tile, so a load of an element for each row gathers, too.
     """
-    lines = _LINES[has_mask:]
+    lines = _LINES[1:] if has_mask else _LINES
     return max(
         sum(
             line.operation == LOAD and _step(program, line.operands[1]) not in (_CONSTANT, *lines)
@@ -159,7 +169,11 @@ def slope_source(source: str, spelling: Spelling) -> JitSource | None:
 
 @lru_cache(maxsize=256)
 def gradients_source(source: str, learned: tuple[bool, ...], spelling: Spelling) -> JitSource:
-    """Return the function that adds the gradients of the `learned` captured tensors."""
+    """Return the function that adds the gradients of the captured tensors: of tensor n if `learned[n]`.
+
+    Its lines are those of the program, which form the offsets, then for each load the lines of its derivative and one
+    `add_gradient`.
+    """
     program = programs(source)[0]
     body = [_code(line, program, spelling) for line in program.lines]
     for index, offset, lines, result in load_gradients(source, learned):
@@ -221,5 +235,5 @@ def _spelled(operand: Operand) -> str:
 
 
 def _offset(operand: Operand) -> str:
-    """Return the code of a load's offset: a number of Python becomes one of the kernel."""
+    """Return the code of a load's offset. A plain number is added to h * 0, because the helpers take a tensor."""
     return operand if isinstance(operand, str) else f"h * 0 + {operand}"

@@ -1,7 +1,7 @@
 """Selection of key blocks by the data, for sparse attention: `select_blocks`.
 
-A block of queries and a block of keys score by the dot product of their means. Each block of queries sees the key
-blocks of the highest scores, and some that are always on. NSA (arXiv:2502.11089), MoBA (arXiv:2502.13189) and VSA
+The score of a block of queries and a block of keys is the dot product of their means. Each block of queries sees the
+key blocks with its highest scores, and some that are always on. NSA (arXiv:2502.11089), MoBA (arXiv:2502.13189) and VSA
 (arXiv:2505.13389) select in this way; docs/masks.md has them as recipes.
 """
 
@@ -27,7 +27,8 @@ def block_means(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def _positions(how: Selection, sizes: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return (first position, last) of blocks of queries (nq, 1), and (first key, end) of blocks of keys (nk,)."""
+    """Return the first and last position of each block of queries, (nq, 1), and the first key and the end of each block
+    of keys, (nk,). Positions of queries count among the keys: the last query is at the last key."""
     (seqlen_q, seqlen_k), (block_q, block_k) = sizes, how.block
     nq, nk = n_blocks(seqlen_q, seqlen_k, how.block)
     first_row = torch.arange(nq, device=device)[:, None] * block_q
@@ -36,26 +37,36 @@ def _positions(how: Selection, sizes: tuple[int, int], device: torch.device) -> 
     return first_row + shift, (first_row + block_q).clamp(max=seqlen_q) - 1 + shift, first_key, first_key + block_k
 
 
+def _first_edge(how: Selection, sizes: tuple[int, int], first_query: torch.Tensor) -> torch.Tensor:
+    """Return the first edge block of each block of queries, (nq, 1): that of its first query, or the last key block."""
+    if how.causal:
+        return first_query.clamp(min=0) // how.block[1]
+    return torch.full_like(first_query, max(sizes[1] - 1, 0) // how.block[1])
+
+
 def _edge_bits(how: Selection, sizes: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Return `mask_bits` of the blocks that the diagonal or the end of the keys cuts: `edge_blocks` for each row."""
+    """Return `mask_bits` of the edge blocks, which the diagonal or the end of the keys cuts.
+
+    Each block of queries has `block_lists.edge_blocks` of them, consecutive key blocks from `_first_edge` on.
+    """
     (_, seqlen_k), (block_q, block_k) = sizes, how.block
-    first, _, _, _ = _positions(how, sizes, device)
+    first_query, _, _, _ = _positions(how, sizes, device)
     edges = block_lists.edge_blocks(how, sizes)
-    i = first[:, :, None, None] + torch.arange(block_q, device=device)[:, None]  # (nq, 1, BLOCK_Q, 1)
-    begin = first.clamp(min=0) // block_k if how.causal else torch.full_like(first, max(seqlen_k - 1, 0) // block_k)
-    block_j = begin + torch.arange(edges, device=device)
-    j = block_j[:, :, None, None] * block_k + torch.arange(block_k, device=device)
+    i = first_query[:, :, None, None] + torch.arange(block_q, device=device)[:, None]  # (nq, 1, BLOCK_Q, 1)
+    edge_block = _first_edge(how, sizes, first_query) + torch.arange(edges, device=device)  # (nq, edges)
+    j = edge_block[:, :, None, None] * block_k + torch.arange(block_k, device=device)  # (nq, edges, 1, BLOCK_K)
     keep = (j < seqlen_k) & (i < seqlen_k)
     return block_lists.pack_bits(keep & (j <= i) if how.causal else keep).flatten(0, 1)
 
 
 def _selected(scores: torch.Tensor, how: Selection, sizes: tuple[int, int]) -> torch.Tensor:
-    """Return which blocks (B, H, nq, nk) are selected, or always on."""
-    first, last, key, key_end = _positions(how, sizes, scores.device)
-    eligible = key <= last if how.causal else torch.ones_like(key <= last)
-    margin = (how.local - 1) * how.block[1]
-    is_near = (key_end + margin > first) & (key - margin <= last)
-    always = (key < how.sinks * how.block[1]) | (is_near if how.local else torch.zeros_like(is_near))
+    """Return which blocks (B, H, nq, nk) are visible: selected by their scores, or always on."""
+    first_query, last_query, first_key, key_end = _positions(how, sizes, scores.device)
+    not_after = first_key <= last_query
+    eligible = not_after if how.causal else torch.ones_like(not_after)
+    local_keys = (how.local - 1) * how.block[1]  # keys of the neighbours on each side
+    is_near = (key_end + local_keys > first_query) & (first_key - local_keys <= last_query)
+    always = (first_key < how.sinks * how.block[1]) | (is_near if how.local else torch.zeros_like(is_near))
     bounded = scores.nan_to_num(-LARGEST_SCORE, LARGEST_SCORE, -LARGEST_SCORE).clamp(-LARGEST_SCORE, LARGEST_SCORE)
     ranked = bounded.masked_fill(always | ~eligible, float("-inf"))
     order = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : how.topk]
@@ -72,15 +83,15 @@ def select_by_operators(q: torch.Tensor, k: torch.Tensor, how: Selection) -> tup
     if how.by_group:
         scores = scores.sum(2, keepdim=True).expand(-1, -1, group, -1, -1)
     selected = _selected(scores.flatten(1, 2), how, sizes)
-    first, _, key, key_end = _positions(how, sizes, q.device)
+    first_query, _, first_key, key_end = _positions(how, sizes, q.device)
     is_full = key_end <= sizes[1]
-    begin = torch.full_like(first, key.shape[0] - 1)
-    if how.causal:
-        is_full = is_full & (key_end - 1 <= first)
-        begin = first.clamp(min=0) // how.block[1]
-    rows = torch.arange(first.shape[0], device=q.device)[:, None]
-    edge = rows * block_lists.edge_blocks(how, sizes) + key // how.block[1] - begin
-    codes = torch.where(selected, torch.where(is_full, FULL, edge), EMPTY).to(torch.int32)
+    if how.causal:  # the first query of the block must see the block's last key
+        is_full = is_full & (key_end - 1 <= first_query)
+    # Index in `mask_bits` of a block that is not full: those of a block of queries follow one another.
+    rows = torch.arange(first_query.shape[0], device=q.device)[:, None]
+    edge = first_key // how.block[1] - _first_edge(how, sizes, first_query)
+    index = rows * block_lists.edge_blocks(how, sizes) + edge
+    codes = torch.where(selected, torch.where(is_full, FULL, index), EMPTY).to(torch.int32)
     return block_lists.make_lists(codes), _edge_bits(how, sizes, q.device)
 
 

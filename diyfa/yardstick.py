@@ -50,8 +50,12 @@ def _scores_log2(
     captured: Sequence[torch.Tensor],
     call: _Call,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return (the scores in units of log2, -inf where unseen; the tanh of the softcap for its gradient, or None; the
-    scores that the score function got, or None)."""
+    """Return three tensors for q (B, H, Sq, D) and k (B, H, Sk, D).
+
+    1. The scores in units of log2, -inf for pairs that are not visible.
+    2. The tanh of the softcap, which its gradient needs, or None.
+    3. The scores in nats that the score function got, or None.
+    """
     s, tanh = q @ k.mT, None
     if call.softcap:
         tanh = torch.tanh(s * (call.scale / call.softcap))
@@ -70,11 +74,14 @@ def _scores_log2(
 
 
 def _function_gradients(
-    before: torch.Tensor, ds: torch.Tensor, captured: Sequence[torch.Tensor], call: _Call
+    scores_before: torch.Tensor, ds: torch.Tensor, captured: Sequence[torch.Tensor], call: _Call
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Return the gradients of the scores before the score function, and of the captured tensors."""
+    """Return the gradients of the scores before the score function, and of the captured tensors.
+
+    `ds`: the gradient of the scores that the function returned.
+    """
     with torch.enable_grad():
-        scores = before.detach().requires_grad_()
+        scores = scores_before.detach().requires_grad_()
         tensors = [x.detach().requires_grad_(x.is_floating_point()) for x in captured]
         learned = [x for x in tensors if x.requires_grad]
         visible = call.visible & (ds != 0)
@@ -85,9 +92,10 @@ def _function_gradients(
 
 
 def _update(s: torch.Tensor, m: torch.Tensor, l: torch.Tensor, acc: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: E741
-    """Return the weights of a block of scores, and the maximum, sum and accumulator, rescaled to include it.
+    """Take a block of scores `s` into the online softmax. Return (weights of the block, new m, new l, rescaled acc).
 
-    The accumulator is rescaled only: the caller adds the weighted values.
+    For each row, `m` is the running maximum, `l` the sum of weights relative to it, `acc` the sum of weighted values.
+    The caller adds the weighted values of this block to `acc`.
     """
     m_new = torch.maximum(m, s.amax(-1, keepdim=True))
     finite_m = m_new.masked_fill(m_new == -_INF, 0.0)
@@ -102,6 +110,11 @@ def _rounded_weights(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _FlashAttention(torch.autograd.Function):
+    """Algorithms 1 and 2 on (B, H, S, D) tensors; k and v may have fewer heads. Rows without a key: out 0, lse +inf.
+
+    A name that ends in `_w` is an input in float32 or wider, with one KV head for each query head.
+    """
+
     @staticmethod
     def forward(ctx: Any, q, k, v, bias, sinks, call: _Call, *captured):
         dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
@@ -140,7 +153,8 @@ class _FlashAttention(torch.autograd.Function):
         def sum_over_group(x: torch.Tensor) -> torch.Tensor:
             return x.unflatten(1, (heads_kv, group)).sum(2).to(dtype)
 
-        scores, tanh, before = _scores_log2(q_w.flip(-1), k_w.flip(-1), bias, captured, call)
+        # Reversed features: the sum of a score then has another order than in the forward pass.
+        scores, tanh, scores_before = _scores_log2(q_w.flip(-1), k_w.flip(-1), bias, captured, call)
         p = torch.exp2(scores - (lse * LOG2E)[..., None])
         # FlashAttention computes delta in its own pass, where sums have another order than those of dp.
         delta = torch.einsum("bhsd,bhsd->bhs", out.to(wide).flip(-1), dout.flip(-1)) - dlse
@@ -150,8 +164,8 @@ class _FlashAttention(torch.autograd.Function):
         dv = sum_over_group(rounded(dropped_p).mT @ dout * call.keep_scale)
         ds = p * (dp - delta[..., None])
         d_captured: list[torch.Tensor | None] = []
-        if before is not None:
-            ds, d_captured = _function_gradients(before, ds, captured, call)
+        if scores_before is not None:
+            ds, d_captured = _function_gradients(scores_before, ds, captured, call)
         dbias = None if bias is None else ds.sum_to_size((1,) * (4 - bias.dim()) + bias.shape).to(bias.dtype)
         dsinks = None
         if sinks is not None:
@@ -184,20 +198,23 @@ def _attend(
     q, k, v, lengths: Lengths, options: AttentionOptions, keep: torch.Tensor | None,
     weight_dtype: torch.dtype | None = None,
 ):  # fmt: skip
+    """Return out and lse, as `diyfa.reference._attend` does. `weight_dtype`: of the weights beside v; None: q's."""
     q, k, v, valid_q, call = _prepared(q, k, v, lengths, options, keep)
     out, lse = _FlashAttention.apply(
         q, k, v, options.attn_bias, options.sinks, call._replace(weight_dtype=weight_dtype), *captured_among(options)
     )
-    if options.v_mean is not None:  # weights sum to 1, with a sink to less
-        total = (lse != _INF).to(out.dtype)
+    if options.v_mean is not None:  # out lacks the mean, times the sum of the weights: 1, with a sink less
+        weight_sum = (lse != _INF).to(out.dtype)
         if options.sinks is not None:
-            total = total - torch.exp(options.sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == _INF, 0.0)
+            sink_weight = torch.exp(options.sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == _INF, 0.0)
+            weight_sum = weight_sum - sink_weight
         mean = options.v_mean.to(out.dtype).repeat_interleave(q.shape[1] // max(1, k.shape[1]), dim=1)
-        out = out + total[..., None] * mean[:, :, None]
+        out = out + weight_sum[..., None] * mean[:, :, None]
     return torch.where(valid_q, out, 0), lse.masked_fill(~valid_q.squeeze(-1), _INF)
 
 
 def _row_maxima(q, k, v, lengths: Lengths, options: AttentionOptions, keep: torch.Tensor | None):
+    """Return, in the form of `_attend`, zeros in place of out, and in place of lse the largest score of each row."""
     q, k, v, _, call = _prepared(q, k, v, lengths, options, keep)
     keys = k.repeat_interleave(q.shape[1] // max(1, k.shape[1]), dim=1)
     scores = _scores_log2(q, keys, options.attn_bias, captured_among(options), call)[0] * LN2

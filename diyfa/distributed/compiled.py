@@ -1,8 +1,16 @@
 """Context parallel attention in a compiled graph: a forward and a backward operator, both opaque to tracing.
 
-A graph cannot hold the group and the options that are no numbers. It names them by one number (`call_number`). Besides
-out and lse the forward operator returns tensors for the backward operator (`kept` in the schemas): the tensors that
-Ulysses exchanged, or a ring's log-sum-exp without the common key.
+A graph cannot hold the group and the options that are no numbers. It names them by one number (`call_number`).
+
+The backward pass reads five tensors, (q, k, v, out, lse), which `attention.forward` returns as `saved`. Some of them
+are inputs or results of the forward operator, and an operator may not return these again. It returns the others as
+`kept`, always the last ones of the five:
+
+* all five, if Ulysses exchanged them: they are this rank's heads of all rows;
+* lse alone, if a ring subtracts a common key: it is the log-sum-exp without that key;
+* none in other calls.
+
+A function `…_fake` describes the results of an operator without computing them, for tracing.
 """
 
 from __future__ import annotations
@@ -82,7 +90,7 @@ def _unpacked(flat: Any) -> tuple[tuple[dist.ProcessGroup, ...], dict[str, Any]]
 
 
 def _method(q: torch.Tensor, groups: tuple[dist.ProcessGroup, ...], arguments: dict[str, Any]) -> str:
-    # The sizes decide "auto", because a graph has the shapes of one method.
+    """Return the method. The sizes alone decide "auto", because a graph has the shapes of one method."""
     if arguments["method"] != "auto":
         return arguments["method"]
     if len(groups) == 2:
@@ -95,10 +103,10 @@ def _fwd(q: Any, k: Any, v: Any, *rest: Any) -> Any:
     groups, arguments = _unpacked(rest)
     call = attention.agreed_call(q, k, v, groups, arguments | {"method": _method(q, groups, arguments)})
     out, lse, saved = attention.forward(attention.plan_of(call, groups), call.qkv)
-    new = [x.contiguous() for x in saved if not any(x is returned for returned in (*call.qkv, out, lse))]
-    if len(new) == len(saved):  # Ulysses exchanged all of them, and the results may have any strides
+    kept = [x.contiguous() for x in saved if not any(x is known for known in (*call.qkv, out, lse))]
+    if len(kept) == len(saved):  # after Ulysses the results may have any strides, but `_fwd_fake` says contiguous
         out, lse = out.contiguous(), lse.contiguous()
-    return out, lse, new
+    return out, lse, kept
 
 
 def _fwd_fake(q: Any, k: Any, v: Any, *rest: Any) -> Any:
@@ -106,32 +114,33 @@ def _fwd_fake(q: Any, k: Any, v: Any, *rest: Any) -> Any:
     layout = attention.kernel_layout(arguments)
     out, lse = empty_output(q, v.shape[-1]), ops.empty_lse(q, layout)
     method, rows, heads = _method(q, groups, arguments), row_dim(layout), head_dim(layout)
-    around, size = (dist.get_world_size(groups[n]) for n in (0, -1))  # ranks of the ring, ranks of the exchange
-    if method == "ring" or size == 1:
-        moved = method != "ulysses" and has_common_key(around, k, arguments["softcap"], arguments["sinks"])
-        return out, lse, [torch.empty_like(lse)] if moved else []
+    ring_ranks, exchange_ranks = (dist.get_world_size(groups[n]) for n in (0, -1))
+    if method == "ring" or exchange_ranks == 1:
+        may_subtract = method != "ulysses"
+        subtracts = may_subtract and has_common_key(ring_ranks, k, arguments["softcap"], arguments["sinks"])
+        return out, lse, [torch.empty_like(lse)] if subtracts else []
     out = q.new_empty(out.shape)
 
     def exchanged(x: torch.Tensor, rows: int, heads: int, repeats: int = 1) -> torch.Tensor:
         shape = list(x.shape)
-        shape[rows], shape[heads] = shape[rows] * size, shape[heads] * repeats // size
+        shape[rows], shape[heads] = shape[rows] * exchange_ranks, shape[heads] * repeats // exchange_ranks
         return x.new_empty(shape)
 
-    repeats = ulysses.kv_head_repeats(k.shape[heads], size)
+    repeats = ulysses.kv_head_repeats(k.shape[heads], exchange_ranks)
     exchanged_qkv = [exchanged(q, rows, heads), *(exchanged(x, rows, heads, repeats) for x in (k, v))]
     return out, lse, [*exchanged_qkv, exchanged(out, rows, heads), exchanged(lse, lse.dim() - 1, lse.dim() - 2)]
 
 
 def _bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
-    tensors, (out, lse, saved, *options) = rest[: len(TENSORS)], rest[len(TENSORS) :]
+    tensors, (out, lse, kept, *options) = rest[: len(TENSORS)], rest[len(TENSORS) :]
     groups, arguments = _unpacked((*tensors, *options))
     call = attention.described_call((q, k, v), groups, arguments | {"method": _method(q, groups, arguments)})
     call = attention.with_first_ranks_state(call, groups, arguments)
     call = call._replace(options=call.options._replace(batch_invariant=False))  # it concerns the forward pass only
     plan = attention.plan_of(call, groups)
-    read = [*call.qkv, out, lse]
-    read[len(read) - len(saved) :] = saved  # the forward operator returned these where they are other tensors
-    dq, dk, dv, dsinks = attention.backward(plan, read, dout, dlse)
+    saved = [*call.qkv, out, lse]
+    saved[len(saved) - len(kept) :] = kept
+    dq, dk, dv, dsinks = attention.backward(plan, saved, dout, dlse)
     return *(x.contiguous() for x in (dq, dk, dv)), q.new_empty(0) if dsinks is None else dsinks
 
 
@@ -143,15 +152,15 @@ def _bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     tensors, ctx.options = inputs[: 3 + len(TENSORS)], inputs[3 + len(TENSORS) :]
-    out, lse, saved = output
-    ctx.save_for_backward(*tensors, out, lse, *saved)
+    out, lse, kept = output
+    ctx.save_for_backward(*tensors, out, lse, *kept)
 
 
 @once_differentiable
 def _differentiate(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
-    q, k, v, cu_seqlens, slopes, sinks, state, out, lse, *saved = ctx.saved_tensors
+    q, k, v, cu_seqlens, slopes, sinks, state, out, lse, *kept = ctx.saved_tensors
     dq, dk, dv, dsinks = torch.ops.diyfa_distributed.attention_bwd(
-        dout, dlse, q, k, v, cu_seqlens, slopes, sinks, state, out, lse, saved, *ctx.options
+        dout, dlse, q, k, v, cu_seqlens, slopes, sinks, state, out, lse, kept, *ctx.options
     )
     return dq, dk, dv, None, None, None if sinks is None else dsinks, None, *(None for _ in ctx.options)
 

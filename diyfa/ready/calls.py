@@ -36,12 +36,15 @@ class Call(NamedTuple):
     run: Callable[[], object]
 
 
-_numbers = count(1)
+_tensor_numbers = count(1)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32, grad: bool = False) -> torch.Tensor:
-    """Return a tensor without memory. Its address is unique, because diyfa tells caches apart by their addresses."""
-    begin, elements = next(_numbers) << 36, math.prod(shape)
+    """Return a tensor without memory, at an address of its own: diyfa tells caches apart by their addresses.
+
+    An address is an offset into storage that does not exist; tensors lie 2^36 elements or more apart.
+    """
+    begin, elements = next(_tensor_numbers) << 36, math.prod(shape)
     if elements >= 1 << 48:
         raise ValueError(f"a tensor of shape {shape} is too large")
     flat = torch.empty(begin + elements, dtype=dtype, device="meta")
@@ -240,6 +243,7 @@ def masking(name: str, length: int) -> Call:
 
 # ---- The table ----------------------------------------------------------------------------------------------------
 
+# Heads by their head dim. D72 and D80 are those of models of images.
 D64, D96, D128, MLA, D256 = Heads(64), Heads(96), Heads(128), Heads(192, 128), Heads(256)
 D72, D80 = Heads(72), Heads(80)
 USUAL = (D64, D128)
@@ -257,8 +261,10 @@ SHORT, TINY, SMALL, MANY, FEW_TILES, SINGLE, MEDIUM, LARGE = (
 )  # fmt: skip
 # Keys that end inside a block: long sequences, sentences, windows of images.
 RAGGED, SENTENCES, WINDOWS = Rows(3, 1000, 1003), Rows(2, 77, 77), Rows(256, 49, 49)
-BRIEF = (Rows(64, 16, 16), Rows(32, 32, 32), Rows(16, 48, 48), Rows(1, 350, 350), Rows(1, 700, 700))  # packed
+# Packed batches: many sequences of up to 48 tokens, or one of 350 or 700.
+BRIEF = (Rows(64, 16, 16), Rows(32, 32, 32), Rows(16, 48, 48), Rows(1, 350, 350), Rows(1, 700, 700))
 TRAINED = (TINY, SMALL, MANY, FEW_TILES, SINGLE, MEDIUM, LARGE)
+# Options of `flash_attention`, True for a tensor: no mask, causal, a causal window; then those of some models.
 FULL = dict[str, Any]()
 CAUSAL: dict[str, Any] = {"causal": True}
 SLIDING = {"causal": True, "window": (1023, 0)}
@@ -277,7 +283,7 @@ BOTH = (False, True)
 
 
 class Row(NamedTuple):
-    """Calls of attention: every combination of the fields."""
+    """Calls of attention with a backward pass: one for each combination of an entry of each field."""
 
     options: tuple[dict[str, Any], ...]
     heads: tuple[Heads, ...]
@@ -332,12 +338,15 @@ def training() -> Iterator[Call]:
         yield attention(heads, rows, dtype, backward=False, causal=True)
 
 
+# Heads of language models that are served: like Llama's, with a head dim of 64, with as many KV heads as query heads
+# (OLDER), and those of Phi, Gemma and gpt-oss. DEEPSEEK: one latent KV head.
 LLAMA, SMALLER, OLDER, SMALLER_OLDER, PHI, GEMMA, OSS = (
     grouped(D128), grouped(D64), grouped(D128, 32, 32), grouped(D64, 32, 32), grouped(D96, 32, 32), grouped(D256, 8, 4),
     grouped(D64, 64, 8),
 )  # fmt: skip
 DEEPSEEK = Heads(576, 512, 128, 1)
-# One token of one, some and many sequences (DECODING), several tokens (SEVERAL), long prompts (CHUNKS).
+# Queries over a cache: one token of one, some and many sequences (DECODING), several tokens (SEVERAL), long prompts or
+# chunks of them (CHUNKS).
 DECODING = (Rows(1, 1, 8192), Rows(16, 1, 8192), Rows(64, 1, 8192), Rows(256, 1, 4096))
 SEVERAL = (Rows(1, 8, 8192), Rows(16, 8, 8192), Rows(64, 8, 8192), Rows(256, 8, 4096), Rows(16, 32, 8192))
 CHUNKS = (Rows(1, 128, 8192), Rows(16, 64, 1024), Rows(16, 128, 1024), Rows(4, 2048, 8192))
@@ -349,11 +358,12 @@ GUESSED = (
     Rows(200, 4, 8192), Rows(32, 16, 8192), Rows(64, 16, 8192), Rows(256, 16, 4096),
 )  # fmt: skip
 FEW_KEYS = (Rows(4, 1, 1024), Rows(24, 1, 1024), Rows(100, 1, 1024), Rows(200, 1, 2048))
+# SLIDING, under the names of `flash_attn_with_kvcache`.
 LOOKED_BACK = {"window_size": (1023, 0), "causal": True}
 
 
 class CacheRow(NamedTuple):
-    """Calls over a cache: every combination of the fields."""
+    """Calls over a cache: one for each combination of an entry of each field."""
 
     options: tuple[dict[str, Any], ...]
     heads: tuple[Heads, ...]
@@ -367,7 +377,7 @@ class CacheRow(NamedTuple):
             yield cache(heads, rows, dtype, page, packed=packed, **options)
 
 
-# Batches in which some sequences have one token and others many.
+# Batches in which some sequences have one token and others many: options, and rows (the average).
 MIXED, BATCHED = CAUSAL | {"longest": 512}, (Rows(1, 32, 8192), *DECODING[1:2], Rows(32, 1, 8192), DECODING[3])
 SERVING = (
     CacheRow((CAUSAL,), (LLAMA, SMALLER), pages=(0, 16, 64, 256), dtypes=HALVES),
@@ -397,6 +407,7 @@ SERVING = (
         (LLAMA,), DECODING[1:2], (0, 16, 256), dtypes=HALVES,
     ),
 )  # fmt: skip
+# Rows of calls in batch-invariant mode: decoding, a chunk of a prompt, many queries.
 IN_THE_MODE = (Rows(16, 1, 8192), Rows(1, 512, 8192), Rows(4, 2048, 2048))
 
 
