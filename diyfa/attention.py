@@ -209,7 +209,8 @@ def attend(
             key, addresses = attention_key((q, k, v), lengths, arguments.values(), optional)
             plan = find(key)
         tensors = prepared
-    three_owners = (*tensors, None, None)[:3] if packing else tensors  # None where one tensor packs several
+    # The owners of q, k and v, None where one tensor packs several.
+    q_owner, k_owner, v_owner = three_owners = (*tensors, None, None)[:3] if packing else tensors
     if not returns_lse:
         weights = None
     # `weights` needs the state of the dropout mask, which only the checked options have.
@@ -226,7 +227,7 @@ def attend(
             checked = optional_tensors(lengths, options)
             result = ops.run_plan(plan, three_owners, checked, addresses, returns_lse)
         else:
-            result = ops.attend(*three_owners, lengths, options)
+            result = ops.attend(q_owner, k_owner, v_owner, lengths, options)
             result = result if returns_lse else result[0]
         if weights is not None:
             weight_tensor = weights(q, k, result[1], lengths, options) if options.dropout_p else q.new_empty(0)
