@@ -197,8 +197,8 @@ def softmax_step(
 ):  # fmt: skip
     """Return (weights p, running maximum, factor alpha of earlier sums) of products s [64, BLOCK_N], float32 or int32.
 
-    The maximum is in units of log2. `factors`: those that products still lack, one for each 64 columns, or (). MASKED: a
-    mask or the end of the keys may cut the block. A row may see none of it. `words`: the bits of a block mask, which
+    The maximum is in units of log2. `factors`: those that products still lack, one for each 64 columns, or (). MASKED:
+    a mask or the end of the keys may cut the block. A row may see none of it. `words`: the bits of a block mask, which
     then is the mask. `function`: a `ScoreFunction`. SHIFT: keep the maximum that much lower, so that weights are up to
     2**SHIFT.
     """
