@@ -192,7 +192,7 @@ def _largest_by_block(s, scales):
 
 @gluon.jit
 def softmax_step(
-    s, m_i, start_n, rows, score, factors, problem, MASKED: gl.constexpr, words=None, function=None,
+    s, m_i, start_n, rows, score, problem, factors, MASKED: gl.constexpr, words=None, function=None,
     SHIFT: gl.constexpr = 0,
 ):  # fmt: skip
     """Return (weights p, running maximum, factor alpha of earlier sums) of products s [64, BLOCK_N], float32 or int32.
