@@ -3,8 +3,8 @@
 `quick_compiler` replaces private parts of Triton while its block runs. The binaries remain equal, byte for byte:
 
 * A nested loop is read less often. To find the variables that a loop changes, Triton reads its body once and erases
-  the result, then reads it again: it reads the body of a loop in a loop four times. Inside a reading that will be
-  erased, only the types of the loop's results count, so the second reading is left out.
+  the result, then reads it again, so it reads the body of a loop in a loop four times. Where the result will be
+  erased, only its types count, so the second reading is left out: three remain.
 * The syntax tree of a function is made once, not for each kernel and each set of argument types.
 * The signature of one of Triton's functions is looked up once, not for each call in a kernel.
 * Warnings are filtered once, not for each node of a syntax tree.
@@ -33,7 +33,7 @@ _STORED = (".ptx", ".cubin", ".json")  # what `jit.stored` and Triton read again
 
 
 class _BriefCache(FileCacheManager):
-    """Triton's cache, with empty files for a kernel's forms before PTX: as text they are as large as 2 MB."""
+    """Triton's cache, with empty files for a kernel's forms before PTX, which have up to 2 MB of text."""
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
         return super().put(data if filename.endswith(_STORED) else "", filename, binary)
