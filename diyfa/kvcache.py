@@ -219,13 +219,13 @@ def _check(call: _Call) -> None:
     validation.check_tensors(**optional)
     batch, pages = _check_sequences(call, optional), table.shape[1] if table is not None and table.dim() == 2 else 0
     sizes = {
-        "b": batch, "h": q.shape[-2], "q": q.shape[1], "g": k.shape[-2], "d": q.shape[-1], "e": v.shape[-1], "p": pages,
-        "t": q.shape[0],
+        "B": batch, "H": q.shape[-2], "Hk": k.shape[-2], "Sq": q.shape[1], "Tq": q.shape[0], "D": q.shape[-1],
+        "Dv": v.shape[-1], "pages": pages,
     }  # fmt: skip
     if not call.is_packed:
-        sizes["s"] = _check_new_keys(call, optional, k.shape[1] if table is None else pages * k.shape[1])
+        sizes["Snew"] = _check_new_keys(call, optional, k.shape[1] if table is None else pages * k.shape[1])
     if cos is not None:
-        sizes["r"], sizes["f"] = cos.shape
+        sizes["rows"], sizes["R/2"] = cos.shape
     _check_optional(q, sizes, optional)
     validation.check_scalars(call.scale, call.softcap, 0.0, scale_name=call.scale_name)
     validation.check_length("num_splits", call.num_splits)

@@ -320,14 +320,14 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Len
         assert lengths.cu_seqlens_q is not None, "checked above"
         batch, heads = lengths.cu_seqlens_q.shape[0] - 1, q.shape[1]
         return {
-            "b": batch, "h": heads, "g": k.shape[1], "q": lengths.max_seqlen_q, "k": lengths.max_seqlen_k,
-            "d": k.shape[2], "e": v.shape[2],
+            "B": batch, "H": heads, "Hk": k.shape[1], "Sq": lengths.max_seqlen_q, "Sk": lengths.max_seqlen_k,
+            "D": k.shape[2], "Dv": v.shape[2],
         }  # fmt: skip
     check_qkv(q, k, v, LAYOUTS[layout])
     b, h, s, d = LAYOUTS[layout]
     return {
-        "b": q.shape[b], "h": q.shape[h], "g": k.shape[h], "q": q.shape[s], "k": k.shape[s], "d": k.shape[d],
-        "e": v.shape[d],
+        "B": q.shape[b], "H": q.shape[h], "Hk": k.shape[h], "Sq": q.shape[s], "Sk": k.shape[s], "D": k.shape[d],
+        "Dv": v.shape[d],
     }  # fmt: skip
 
 
