@@ -26,6 +26,7 @@ from diyfa.options import (
 )
 from diyfa.plan import attention_key, autocast_dtype, find, is_described_only
 from diyfa.problem import LAYOUTS, VARLEN, as_backward
+from diyfa.straight_through import attend_straight_through, options_in_16_bits
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 # Arguments that few calls have. The key of a call holds all of them, so they are left out unless one is given: that
@@ -320,7 +321,7 @@ def _attend_straight_through(
         options = checked_options(q, k, v, lengths, arguments, words)
     sources = [None if x is None else x.source for x in quantized]
     sources = [None if x is None else x.view(y.shape) for x, y in zip(sources, (q, k, v), strict=True)]
-    out, lse = ops.attend_straight_through(sources, (q, k, v), lengths, options, dtype)
+    out, lse = attend_straight_through(sources, (q, k, v), lengths, options, dtype)
     if owners["q"].dim() == 3:
         return out.flatten(0, 1), lse.flatten(0, 1)
     return out, lse
@@ -695,7 +696,7 @@ def explain(
     explained = _explain_checked(x, y, z, lengths, options, backend or "")
     if gradient_dtype is not None:
         x, y, z = (torch.empty_like(tensor, dtype=gradient_dtype) for tensor in (x, y, z))
-        trained = _explain_checked(x, y, z, lengths, ops.options_in_16_bits(options), backend or "")
+        trained = _explain_checked(x, y, z, lengths, options_in_16_bits(options), backend or "")
         explained = replace(explained, backward=trained.backward)
     return explained if mask is None or mask.blocks.is_meta else replace(explained, mask=mask.summary())
 

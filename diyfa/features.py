@@ -25,7 +25,7 @@ ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FLOAT32, _INT32, _INT64 = (torch.float32,), (torch.int32,), (torch.int64,)
 CONTIGUOUS = torch.Tensor.contiguous  # kernels read small vectors by plain index, and strided ones are rare
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in ATTENTION_DTYPES}
-# Name -> size of a call. Names are those of the documentation: "B" samples, "H" query heads, "Hk" KV heads, "Sq" queries,
+# Name -> size of a call, by the names of the documentation: "B" samples, "H" query heads, "Hk" KV heads, "Sq" queries,
 # "Sk" keys, "D" features of k, "Dv" features of v.
 Sizes = dict[str, int]
 

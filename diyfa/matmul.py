@@ -7,9 +7,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from diyfa import ops, registry, validation
+from diyfa import matmul_ops, registry, validation
 from diyfa.attention import autocast
 from diyfa.keywords import refuse_unknown, without_unknown
+from diyfa.ops import wants_grad
 from diyfa.options import MatmulOptions
 from diyfa.plan import call_key, find, is_described_only
 from diyfa.problem import MatmulTensors
@@ -122,10 +123,10 @@ def triton_matmul(
             out_dtype = out.dtype
     if out_dtype not in validation.MATMUL_DTYPES:
         raise TypeError(f"Unsupported dtype {out_dtype} for the result: expected float16, bfloat16 or float32")
-    wants_grad = ops.wants_grad(a, b, bias)
-    if (wants_grad and is_float8) or ops.wants_grad(a_descale, b_descale):
+    is_trained = wants_grad(a, b, bias)
+    if (is_trained and is_float8) or wants_grad(a_descale, b_descale):
         raise ValueError("a product of float8 and its descales have no gradient: call it under torch.no_grad()")
-    if given[0] is not a or given[1] is not b or is_described_only(a) or wants_grad:
+    if given[0] is not a or given[1] is not b or is_described_only(a) or is_trained:
         key = None
     tensors = MatmulTensors(a, b, bias, a_descale, b_descale)
     tile = None
@@ -138,14 +139,14 @@ def triton_matmul(
         validation.check_product_out(out, a, b, out_dtype)
         if not torch.compiler.is_compiling():  # a traced tensor has no address: the operator checks it
             validation.check_no_overlap(out, tensors, MatmulTensors._fields)
-        if wants_grad or ops.wants_grad(out):
+        if is_trained or wants_grad(out):
             raise ValueError("out has no gradient: give no out, or call triton_matmul under torch.no_grad()")
     if key is not None:
-        product = ops.product_plan(tensors, out, key, options).run(tensors, addresses, out)
+        product = matmul_ops.product_plan(tensors, out, key, options).run(tensors, addresses, out)
     elif out is not None:
-        product = ops.matmul_out(tensors, out, options)
+        product = matmul_ops.matmul_out(tensors, out, options)
     else:
-        product = ops.matmul(tensors, options)
+        product = matmul_ops.matmul(tensors, options)
     if is_unasked and not torch.compiler.is_compiling():
         _warn_about_half()
     return product
