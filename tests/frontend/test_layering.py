@@ -92,7 +92,7 @@ def test_the_library_imports_nothing_of_the_laboratory(path: Path) -> None:
 # Their parameters are given: those of flash_attn, torch, torch_npu and vllm's attention implementations.
 FOREIGN_SIGNATURES = {
     "_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward",
-    "_flash_attention_forward", "_flash_attention_backward", "_scaled_dot_product_flash_attention_backward",
+    "_flash_forward", "_flash_backward",
     "npu_fusion_attention", "npu_fusion_attention_v2", "fusion_attention_arguments", "reference_append",
     "context_parallel_attention",  # public, in diyfa.distributed
     "get_scheduler_metadata", "attention_arguments",
