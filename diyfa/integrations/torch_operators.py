@@ -150,8 +150,8 @@ def _sdpa_backward(
 ) -> tuple[torch.Tensor, ...]:
     """Return dq, dk and dv of `_sdpa_forward`. Where `_flash_backward` has rng_state and unused, the
     operator has philox_seed and philox_offset."""
-    rows = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    return tuple(x.transpose(1, 2) for x in _flash_backward(*rows, *rest, **options))
+    dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    return tuple(x.transpose(1, 2) for x in _flash_backward(dout, q, k, v, o, *rest, **options))
 
 
 def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,16 +164,14 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return operator
 
 
-FLASH_OPERATORS = {
-    name: _counted(name, function)
-    for name, function in {
-        "_flash_attention_forward": _flash_forward,
-        "_flash_attention_backward": _flash_backward,
-        "_scaled_dot_product_flash_attention": _sdpa_forward,
-        "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
-        "_flash_attention_forward_no_dropout_inplace": _forward_into,  # exists in newer PyTorch releases only
-    }.items()
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "_flash_attention_forward": _flash_forward,
+    "_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_flash_attention": _sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+    "_flash_attention_forward_no_dropout_inplace": _forward_into,  # exists in newer PyTorch releases only
 }
+FLASH_OPERATORS = {name: _counted(name, function) for name, function in _FUNCTIONS.items()}
 
 
 # ---- scaled_dot_product_attention itself --------------------------------------------------------------------------
