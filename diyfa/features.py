@@ -16,7 +16,7 @@ import torch
 
 from diyfa.block_lists import BLOCK_SIZES, WORD, block_of, list_length, n_blocks
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BITS, PER_BLOCK, PER_HEAD, PER_TENSOR
-from diyfa.score_functions import MAX_TENSORS, captured_tensors, single_sample
+from diyfa.score_programs import MAX_TENSORS, captured_tensors, single_sample
 
 CAPTURED_DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.int8, torch.bool,

@@ -25,7 +25,8 @@ from diyfa.masks import BlockMask
 from diyfa.options import ACTIVATIONS, CHECKED_TENSORS, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 from diyfa.problem import dtype_name as dtype_name
-from diyfa.score_functions import MAX_TENSORS, score_function, why_not_differentiable
+from diyfa.score_functions import score_function
+from diyfa.score_programs import MAX_TENSORS, why_not_differentiable
 from diyfa.torch_private import unbatched
 
 MATMUL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

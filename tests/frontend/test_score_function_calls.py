@@ -27,7 +27,8 @@ from diyfa.features import SCORE_EXAMPLE
 from diyfa.options import AttentionOptions, Lengths, pack
 from diyfa.registry import load_backend
 from diyfa.score_code import gathered_loads, value_source
-from diyfa.score_functions import Program, programs, score_function, why_not_differentiable
+from diyfa.score_functions import score_function
+from diyfa.score_programs import Program, programs, why_not_differentiable
 
 q = torch.randn(1, 2, 20, 16)
 bias = torch.randn(2, 128)
