@@ -187,18 +187,12 @@ def attend(
         plan = find(key)
     if plan is None:
         if key is None:  # there is no key of DTensors or `Quantized`, and none of packed tensors yet
+            unchecked = {
+                "mask": mask, "score_fn": score_fn, "score_tensors": captured, "score_grad_fn": score_grad_fn
+            }  # fmt: skip
             if any(validation.is_dtensor(x) for x in tensors):
-                if mask is not None:
-                    raise ValueError("DTensors take no mask: give each rank's part, .to_local(), with its own mask")
-                if score_fn is not None:
-                    raise ValueError(
-                        "DTensors take no score_fn, whose positions are those of the whole: use .to_local()"
-                    )
-                return _attend_dtensors(owners, lengths, returns_lse, arguments, words, weights)
+                return _attend_dtensors(owners, lengths, returns_lse, arguments, unchecked, words, weights)
             if any(isinstance(x, Quantized) for x in tensors):
-                unchecked = {
-                    "mask": mask, "score_fn": score_fn, "score_tensors": captured, "score_grad_fn": score_grad_fn
-                }  # fmt: skip
                 return _attend_quantized(owners, lengths, returns_lse, arguments, unchecked, words, weights)
             validation.check_tensors(**owners)
         prepared: Any = autocast(*tensors)
@@ -243,11 +237,17 @@ def _attend_dtensors(
     lengths: Lengths,
     returns_lse: bool,
     arguments: dict[str, Any],
+    unchecked: dict[str, Any],
     words: Words,
     weights: Callable[..., torch.Tensor] | None,
 ) -> Any:
-    """Run a call of DTensors: `attend` of each rank's shards."""
+    """Run a call of DTensors: `attend` of each rank's shards. `unchecked` as for `_attend_quantized`."""
     from diyfa.distributed.dtensor import attend_with_shards
+
+    if unchecked["mask"] is not None:
+        raise ValueError("DTensors take no mask: give each rank's part, .to_local(), with its own mask")
+    if unchecked["score_fn"] is not None:
+        raise ValueError("DTensors take no score_fn, whose positions are those of the whole: use .to_local()")
 
     def attend_shards(shards: tuple[Any, ...], lengths: Lengths, arguments: dict[str, Any]) -> Any:
         return attend(dict(zip(owners, shards, strict=True)), lengths, returns_lse, arguments, words, weights)
