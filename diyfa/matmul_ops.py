@@ -17,8 +17,9 @@ from diyfa.options import MATMUL_SCHEMA, MatmulOptions
 from diyfa.plan import ProductPlan, call_key, find, remember, runs_eagerly
 from diyfa.problem import MatmulProblem, MatmulTensors, dtype_name
 from diyfa.torch_private import below_autograd, differentiates_forward
-from diyfa.validation import FLOAT8_MATMUL, check_no_overlap
+from diyfa.validation import check_no_overlap
 
+FLOAT8 = torch.float8_e4m3fn
 _FACTORS = "Tensor a, Tensor b, Tensor? bias, Tensor? a_descale, Tensor? b_descale"  # `MatmulTensors`
 _N_FACTORS = len(MatmulTensors._fields)
 _lib = torch.library.Library("diyfa", "FRAGMENT")
@@ -148,7 +149,7 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
         tensors, options = MatmulTensors(*arguments[:_N_FACTORS]), MatmulOptions(*arguments[_N_FACTORS:])
-        if tensors.a.dtype == FLOAT8_MATMUL and any(ctx.needs_input_grad):
+        if tensors.a.dtype == FLOAT8 and any(ctx.needs_input_grad):
             raise ValueError("a product of float8 has no gradient")
         c, ctx.options = _multiply(tensors, options), options
         a, b, bias, *_ = tensors

@@ -16,9 +16,8 @@ import torch
 
 from diyfa import flash_attn_interface as interface
 from diyfa import registry
-from diyfa.integrations.eager_attention import attend, top_left_causal
+from diyfa.integrations.eager_attention import attend, visible_keys
 from diyfa.integrations.seams import record
-from diyfa.options import UNBOUNDED
 from diyfa.validation import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 
 SEAM = "pytorch"
@@ -218,12 +217,8 @@ def scaled_dot_product_attention(original: Callable[..., torch.Tensor]) -> Calla
         if reason:
             record(SEAM, f"scaled_dot_product_attention: PyTorch ({reason})")
             return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if is_causal and attn_mask is not None:
-            raise ValueError("is_causal=True and attn_mask exclude each other")
+        key, value, window = visible_keys(query, key, value, attn_mask, is_causal)
         record(SEAM, "scaled_dot_product_attention: diyfa")
-        window = UNBOUNDED
-        if is_causal:
-            key, value, window = top_left_causal(query, key, value)
         return attend(query, key, value, attn_mask, window=window, dropout_p=dropout_p, sm_scale=scale)
 
     return attention
