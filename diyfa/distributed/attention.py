@@ -4,8 +4,8 @@
     inside a compiled graph    -> `compiled.attend`: an operator that calls agreed_call, plan_of and forward
 
 1. `agreed_call`: each rank checks its arguments (`checked_call`), and all compare them. The first rank's method runs.
-2. `plan_of`: Ulysses is an exchange before and after one attention call, a ring is a ring, "both" is an exchange before
-   and after a ring.
+2. `plan_of`: the method "ring" is a ring; "ulysses" is one attention call between two exchanges of rows for heads;
+   "both" is a ring between these exchanges.
 3. `forward` and `backward` run the plan without autograd; `_ContextParallel` is their autograd function.
 """
 
