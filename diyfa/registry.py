@@ -166,14 +166,15 @@ def resolve_backend(device: torch.device, name: str = "") -> Backend:
     )
 
 
-def optional_member(device: torch.device, name: str) -> Any:
+def optional_member(device: torch.device, name: str, backend: str = "") -> Any:
     """Return a function that backends may have, of the backend for tensors on `device`, or None.
 
-    CPU tensors have none unless a backend is forced, and neither has a traced program.
+    CPU tensors have none unless a `backend` is named or forced, and neither has a traced program.
     """
-    if torch.compiler.is_compiling() or device.type == "meta" or (device.type == "cpu" and not forced_backend()):
+    named = backend or forced_backend()
+    if torch.compiler.is_compiling() or device.type == "meta" or (device.type == "cpu" and not named):
         return None
-    return getattr(resolve_backend(device), name, None)
+    return getattr(resolve_backend(device, backend), name, None)
 
 
 def refusal(backend: Backend, kernel: Kernel, problem: Any) -> str | None:
