@@ -21,7 +21,7 @@ from scripts import load_script
 from subprocesses import ROOT, run_after_torch, run_python
 
 import diyfa
-from diyfa import masks, score_functions, score_programs
+from diyfa import masks, score_programs
 from diyfa.backends.cuda.attention import score_functions as portable
 from diyfa.features import SCORE_EXAMPLE
 from diyfa.options import AttentionOptions, Lengths, pack
