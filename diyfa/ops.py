@@ -456,14 +456,10 @@ def _attention_bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, 
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
-def _attention_bwd_out_fake(*arguments: Any) -> None:
-    """Do nothing: the gradients are given."""
-
-
 for _name, _implementation, _fake in (
     ("attention_fwd", _attention_fwd, _attention_fwd_fake),
     ("attention_bwd", _attention_bwd, _attention_bwd_fake),
-    ("attention_bwd_out", _attention_bwd_out, _attention_bwd_out_fake),
+    ("attention_bwd_out", _attention_bwd_out, lambda *arguments: None),  # the gradients are given
 ):
     _lib.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"diyfa::{_name}", _fake, lib=_lib)
