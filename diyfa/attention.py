@@ -707,5 +707,5 @@ def _explain_checked(
     if not options.needs_grad:
         return forward
     problem = as_backward(problem)
-    variant = registry.op_variant("attention_bwd", backend, options.variant, problem)
+    variant = registry.variant_or_auto("attention_bwd", backend, options.variant, problem)
     return replace(forward, backward=registry.explain_choice("attention_bwd", problem, q.device, name, variant))

@@ -208,16 +208,9 @@ def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Ke
     raise ValueError(f"backend {backend.name!r} cannot run this {op}: " + ("; ".join(reasons) or "it has no kernel"))
 
 
-def op_variant(op: str, backend: Backend, variant: str, problem: Any) -> str:
-    """Return the variant of `op` for a call whose `variant` names a forward kernel. The backward pass takes the kernel
-    of the same name if it runs the problem, else any kernel."""
-    if op != "attention_bwd":
-        return variant
-    return variant_or_auto(op, backend, variant, problem)
-
-
 def variant_or_auto(op: str, backend: Backend, variant: str, problem: Any) -> str:
-    """Return `variant` if the kernel of that name runs the problem, else "auto"."""
+    """Return `variant` if the kernel of that name runs the problem, else "auto": for a backward pass, whose call's
+    `variant` names a forward kernel."""
     named = [k for k in _kernels_for_op(backend, op) if k.name == variant]
     return variant if any(refusal(backend, k, problem) is None for k in named) else "auto"
 
