@@ -142,6 +142,9 @@ class ProductPlan:
         return c
 
 
+# ---- Recordings, and calls without a plan
+
+
 def is_described_only(x: torch.Tensor) -> bool:
     """Return whether calls with this tensor only describe their results: it has no memory, and nothing is recorded."""
     return x.is_meta and not _recording
@@ -161,7 +164,8 @@ def recording() -> Iterator[None]:
 
 
 def runs_eagerly(*tensors: torch.Tensor) -> bool:
-    """Return whether a call with these inputs runs at once: no gradient is wanted, and `is_unseen`."""
+    """Return whether a call with these inputs may bypass the operators: nothing sees it (`is_unseen`), no gradient is
+    wanted, and all are tensors of no subclass whose memory holds their values."""
     if torch.compiler.is_compiling():
         return False
     wants_grad = torch.is_grad_enabled()
@@ -184,6 +188,9 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 def may_be_read(x: Any) -> bool:
     """Return whether x is a tensor whose values may be read at its address."""
     return type(x) in _PLAIN and x.layout is torch.strided and not x.is_neg()
+
+
+# ---- Keys, and the plans under them
 
 
 def call_key(tensors: tuple[Any, ...], scalars: Hashable) -> tuple[Hashable | None, list[int]]:
