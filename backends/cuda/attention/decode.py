@@ -251,8 +251,8 @@ def _attend_keys(
         if not c.ONE_PAGE:
             keys += tl.arange(0, c.BLOCK_N)
         is_key = keys < n_keys
-        # Pages left of the window may hold NaN, and a weight of 0 times NaN is NaN. With ONE_PAGE no block that the loop
-        # visits lies in such a page.
+        # Pages left of the window may hold NaN, and a weight of 0 times NaN is NaN. With ONE_PAGE the loop visits no
+        # block of such a page.
         if c.HAS_LEFT and not c.ONE_PAGE:
             is_key = is_key & (keys >= first_key)
         page = _load_pages(table, keys, is_key, c)
@@ -284,7 +284,7 @@ def _attend_keys(
             s, _tanh = scores_log2(s, tokens[:, None], offs_n[None, :], (0, 0, 0), mask, True, score, True, PRECISE, c)
             s = tl.where(visible, s, float("-inf"))
             m_before = m_i
-            p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, 1.0, False)
+            p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, 1.0)
         p = round_to(p, q.dtype)
         if c.VALUE_PAIRS:
             even, odd = _load_pairs(v_base, v_rows, exists, c)

@@ -72,22 +72,18 @@ from diyfa.problem import AttentionProblem, AttentionTensors, Launch, cached_per
 
 
 @triton.jit
-def online_softmax_update(s, m_i, l_i, acc, scale_log2, GUARD: tl.constexpr, SHIFT: tl.constexpr = 0):
+def online_softmax_update(s, m_i, l_i, acc, scale_log2, SHIFT: tl.constexpr = 0):
     """Update running maximum, sum and output for a block of scores s [BLOCK_M, BLOCK_N].
 
-    Returns (p, m_i, l_i, acc). p: the block's weights relative to the new maximum. m_i is in units of log2. GUARD: the
-    maximum may still be -inf. SHIFT: keep the maximum that much lower, so that weights are up to 2**SHIFT.
+    Returns (p, m_i, l_i, acc). p: the block's weights relative to the new maximum. m_i is in units of log2, and starts
+    at LOWEST. SHIFT: keep the maximum that much lower, so that weights are up to 2**SHIFT.
     """
     if SHIFT:
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2 - SHIFT)  # [BLOCK_M]
     else:
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
-    if GUARD:  # avoid inf - inf
-        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
-    else:
-        m_ref = m_new
-    p = tl.math.exp2(s * scale_log2 - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
-    alpha = tl.math.exp2(m_i - m_ref)  # [BLOCK_M]
+    p = tl.math.exp2(s * scale_log2 - m_new[:, None])  # [BLOCK_M, BLOCK_N]
+    alpha = tl.math.exp2(m_i - m_new)  # [BLOCK_M]
     return p, m_new, l_i * alpha + tl.sum(p, 1), acc * alpha[:, None]
 
 
@@ -135,7 +131,6 @@ def _attend_blocks(
     # The compiler must not move code out of the loop: the accumulator needs the registers.
     NO_LICM: tl.constexpr = c.FORM == DESCRIPTOR or c.MASK_K != 0
     CHECK_END: tl.constexpr = MASKED or (c.MASK_K != 0 and c.LENGTHS != EQUAL)
-    GUARD: tl.constexpr = CHECK_END or c.BIAS or c.SCORE_FN is not None
     corner = tile_corner(row0, start, score, c)  # pointer to the bias of the next block
     for start_n in tl.range(start, end, c.BLOCK_N, disable_licm=NO_LICM):
         block_corner = corner
@@ -166,7 +161,7 @@ def _attend_blocks(
             )
         if CHECK_END:
             s = tl.where(visible, s, float("-inf"))
-        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, GUARD, c.WEIGHT_SHIFT)
+        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, c.WEIGHT_SHIFT)
         if c.DROPOUT:  # after the sum: weights are normalised by the sum without dropout
             keep = keep_tile(*row_words, *position_words(*column_keys, offs_n), threshold)
             p = tl.where(keep, p, 0.0)
