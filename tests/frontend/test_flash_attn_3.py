@@ -256,22 +256,6 @@ def test_queries_over_partly_used_rows(packs: bool) -> None:
     assert_matches_reference(on_device(attend), inputs, "bshd", **meaning)
 
 
-def test_autocast() -> None:
-    """float32 becomes what autocast says, and its gradients float32 again."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(DEVICE, torch.bfloat16):
-            return flash_attn_3.flash_attn_func(q, k, v, causal=True)
-
-    inputs = leaves(*[(2, 19, 4, 32)] * 3, dtype=torch.float32)
-    found = with_gradients(on_device(attend), inputs)
-    assert [x.dtype for x in found] == [torch.bfloat16] + 3 * [torch.float32]
-    rounded = [x.detach().bfloat16().requires_grad_() for x in inputs]
-    assert_matches_reference(on_device(attend), rounded, "bshd", causal=True)
-    for got, want in zip(found, with_gradients(on_device(attend), rounded), strict=True):
-        assert torch.equal(got, want.to(got.dtype))
-
-
 class Causal(torch.nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return flash_attn_3.flash_attn_func(q, k, v, causal=True, window_size=(9, 0))
