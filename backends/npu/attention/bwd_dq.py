@@ -160,7 +160,7 @@ def _bwd_dq_kernel(
                     c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
                     dp = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), dp, 0.0)
                 ds = p * (dp - delta[:, None])
-                ds = product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c)
+                ds = product_gradient(ds, capped, softcap_inverse, c)
                 # Mask ds, not p: a product with fewer keys than the tile does not write the other columns of its
                 # accumulator, so s and dp may hold anything there, NaN included.
                 if c.SCORE_FN is not None:
