@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diyfa.backends.cuda.runtime.driver import TensorMaps, driver
 from diyfa.backends.cuda.runtime.launch import may_compile, on_device
 from diyfa.backends.cuda.runtime.launcher import (
     Binary,
     PreparedLaunch,
-    TensorMaps,
     Tiles,
-    driver,
     is_missing,
     launch_kernel,
     launch_signature,
