@@ -33,8 +33,8 @@ SYNCHRONISING = (
 METHODS = ("init", "invalidate", "acquire", "wait", "wait_empty", "wait_full", "release", "wait_turn", "hand_over")
 # These only make the wait or the release behind them cheaper: warps of a consumer need not wait for each other.
 # And: each lane arrives for itself instead of one for all, which is for racecheck. And: lanes of a warp, which run in
-# step here, are put in order. And: tensor maps are read ahead. And: consumers take turns, which changes no result; a turn
-# that is only waited for, or only given, is reported. `sync_consumers` is the backward pass's.
+# step here, are put in order. And: tensor maps are read ahead. And: consumers take turns, which changes no result; a
+# wait for a turn alone is reported, and an arrival alone. `sync_consumers` is the backward pass's.
 HARMLESS = (
     "_inline_ptx(_WAIT_PER_WARP)", "_inline_ptx(_RELEASE_PER_WARP)", "_inline_ptx(_ARRIVE_PER_LANE)",
     "_inline_ptx(_ORDER_LANES)", "_inline_ptx(_PREFETCH)", "_inline_ptx(_named_barrier(ACTION, 8 + CONSUMER))",
