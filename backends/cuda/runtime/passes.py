@@ -190,13 +190,9 @@ def device_getter(x: torch.Tensor) -> Callable[[], int]:
 
 
 def make_replay(
-    operation: Pass,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    choice: Callable[[], object],
-    numbers: Sequence[str] = (),
-    lse_is_optional: bool = False,
-) -> Replay | None:
+    operation: Pass, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], choice: Callable[[], object],
+    numbers: Sequence[str] = (), lse_is_optional: bool = False,
+) -> Replay | None:  # fmt: skip
     """Return a function that repeats the launches of a pass with other addresses of `inputs`, or None if it cannot.
 
     The function allocates tensors like `outputs` and the pass's memory, launches, and returns them. The caller may pass
