@@ -191,8 +191,8 @@ def _append_kernel(
             q_positions += q_tokens
         q_offsets = _offsets(b, q_tokens, q_heads, (stride_qb, stride_qm, stride_qh))
         q, q_mask = _load_rotated(q_ptr, q_offsets, q_tokens < seqlen_q, q_positions, rotary, c)
-        rotated = rotated_ptr + _offsets(b, q_tokens, q_heads, (stride_rb, stride_rm, stride_rh))
-        addresses = rotated[:, None] + tl.arange(0, c.BLOCK_D)[None, :]
+        q_targets = _offsets(b, q_tokens, q_heads, (stride_rb, stride_rm, stride_rh))
+        addresses = rotated_ptr + q_targets[:, None] + tl.arange(0, c.BLOCK_D)[None, :]
         tl.store(addresses, round_to(q, rotated_ptr.dtype.element_ty), mask=q_mask)
 
 
