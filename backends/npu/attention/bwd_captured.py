@@ -70,7 +70,10 @@ class CapturedConstants(AttentionConstants):
 def task_rows(task, heads_q, seqlen_q, BLOCK_M: tl.constexpr):
     """Return (sample, query head, first query row) of a task."""
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    return task // blocks // heads_q, task // blocks % heads_q, task % blocks * BLOCK_M
+    row0 = task % blocks * BLOCK_M
+    h = task // blocks % heads_q
+    b = task // blocks // heads_q
+    return b, h, row0
 
 
 @triton.jit
