@@ -37,11 +37,11 @@ def from_register_order(x, COLUMNS: gl.constexpr):
 def _in_chunks(elements):
     """Return a number of elements as an int64 that the compiler knows to be a multiple of CHUNK.
 
-    It is behind a barrier as `optimisation_barrier` is, of 64 bits.
+    The PTX is an `optimisation_barrier` for 64 bits.
     """
     elements = elements.to(gl.int64)
-    barrier = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [elements], dtype=gl.int64, is_pure=False, pack=1)
-    return barrier // CHUNK * CHUNK
+    hidden = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [elements], dtype=gl.int64, is_pure=False, pack=1)
+    return hidden // CHUNK * CHUNK
 
 
 @aggregate
