@@ -46,7 +46,7 @@ class AttentionOptions(NamedTuple):
     window_right: int = -1  # 0: causal
     softcap: float = 0.0
     dropout_p: float = 0.0
-    score_fn: str = ""  # program of the score function (`diyfa.score_functions`)
+    score_fn: str = ""  # program of the score function (`diyfa.score_programs`)
     alibi_slopes: torch.Tensor | None = None
     attn_bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None

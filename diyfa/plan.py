@@ -80,7 +80,7 @@ class Plan:
         problem = as_backward(self.problem)
         if not aligned:  # rare: gradients in a caller's buffers
             problem = problem.replace(aligned_gradients=False)
-        variant = registry.op_variant("attention_bwd", self.backend, self.options.variant, problem)
+        variant = registry.variant_or_auto("attention_bwd", self.backend, self.options.variant, problem)
         choice = problem, registry.choose("attention_bwd", problem, self.backend, variant)
         if aligned:
             self._backward = choice

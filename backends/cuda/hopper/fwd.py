@@ -42,7 +42,7 @@ from diyfa.backends.cuda.hopper.overflow import OverflowFlags, allocate_flags
 from diyfa.backends.cuda.hopper.score_functions import ScoreFunction
 from diyfa.backends.cuda.hopper.softmax import Score
 from diyfa.backends.cuda.hopper.tiles import KeyCache, Problem
-from diyfa.score_functions import MAX_TENSORS
+from diyfa.score_programs import MAX_TENSORS
 
 
 @gluon.jit
