@@ -94,7 +94,7 @@ def interpret_prefill(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: An
     """`interpret`, and from now on calls with a cache run here, too, where this kernel takes them, however few queries
     they have."""
     kernel = interpret(monkeypatch, *args, **options)
-    monkeypatch.setattr(prefill_configs, "MIN_QUERIES_BY_GROUP", ((1 << 30, 0),))
+    monkeypatch.setattr(prefill_configs, "MIN_QUERIES", 0)
     choice = prefill_configs.select_config.__wrapped__
     monkeypatch.setattr(hopper_prefill, "select_config", choice)
     monkeypatch.setattr(prefill_configs, "select_config", choice)

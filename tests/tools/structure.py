@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 CACHES = {
     "diyfa/plan.py:plans": "plan",
     "diyfa/plan.py:Plan.backward_repeats": "plan: its launches of the backward pass",
-    "backends/cuda/runtime/launcher.py:TensorMaps": "plan: the tensor maps of its launches",
+    "backends/cuda/runtime/driver.py:TensorMaps": "plan: the tensor maps of its launches",
     "diyfa/distributed/check.py:_agreed": "plan: what all ranks have called with",
     "diyfa/distributed/sharding.py:rank_segments": "plan: of a batch, which all layers share",
     "diyfa/distributed/steps.py:ring_steps": "plan: the same",

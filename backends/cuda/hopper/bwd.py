@@ -29,7 +29,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from diyfa.backends.cuda.attention.tile_io import PACKED
-from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, wait_for_previous_kernels, wait_for_stores
+from diyfa.backends.cuda.gluon.barriers import (
+    WARPS,
+    idle_warps,
+    sync_consumers,
+    wait_for_previous_kernels,
+    wait_for_stores,
+)
 from diyfa.backends.cuda.gluon.block_mask import BlockMask
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_reduce_add, optimisation_barrier, reinterpret
@@ -50,7 +56,6 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     start_product,
     store_boxes,
     store_from_registers,
-    sync_consumers,
     used_columns,
 )
 from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, to_register_order

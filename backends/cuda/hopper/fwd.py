@@ -32,7 +32,7 @@ from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
 from diyfa.backends.cuda.gluon.tile_info import allocate_tile_infos
 from diyfa.backends.cuda.hopper.chunks import Totals
-from diyfa.backends.cuda.hopper.epilogue import clear_others, matrix
+from diyfa.backends.cuda.hopper.epilogue import clear_others
 from diyfa.backends.cuda.hopper.float8 import Factors
 from diyfa.backends.cuda.hopper.fwd_common import Inputs, Outputs, Shared, for_fallback
 from diyfa.backends.cuda.hopper.fwd_consumer import run_consumer
@@ -220,4 +220,4 @@ def _fwd_sm90_kernel(
             fallback_shared = Shared(for_fallback(config), queries, ring, tile_infos, flags, ones, totals)
             _attend(problem, fallback_shared, inputs, outputs)
     if config.LENGTHS == PACKED:
-        clear_others(lengths_q_ptr, batch, total_q, heads_q, matrix(o_ptr, o_tensor, 0), lse_ptr)
+        clear_others(lengths_q_ptr, batch, total_q, heads_q, o_ptr, o_tensor, lse_ptr)

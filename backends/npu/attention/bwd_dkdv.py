@@ -199,7 +199,7 @@ def _bwd_dkdv_kernel(
                         p_dropped = tl.where(keep, p, 0.0)
                         dp = tl.where(keep, dp, 0.0)
                     ds = p * (dp - delta[None, :])
-                    ds = product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c)
+                    ds = product_gradient(ds, capped, softcap_inverse, c)
                     if c.SCORE_FN is not None:
                         ds = function_gradient(
                             ds, score, seen, b, h, row0, n0, sq, sk, window_right,

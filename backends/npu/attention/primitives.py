@@ -371,7 +371,7 @@ def score_tile(
 
 
 @triton.jit
-def product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c: tl.constexpr):
+def product_gradient(ds, capped, softcap_inverse, c: tl.constexpr):
     """Turn the gradient of scores into that of products, up to `grad_scale`. `capped`: the result of `score_tile`.
 
     With a softcap that is minus its derivative, 1 - tanh², as grad_scale is negative."""
