@@ -96,6 +96,11 @@ def test_a_constant_is_defined_once() -> None:
         InterpretedKernel(kernels.constant_in_rounds)[(1,)](torch.zeros(2, dtype=torch.int32))
 
 
+def test_the_default_of_an_argument_is_no_tuple() -> None:
+    with pytest.raises(InvalidOperand, match="a default cannot be a tuple, pass factors"):
+        InterpretedKernel(kernels.tuple_default)[(1,)](torch.zeros(1, dtype=torch.int32))
+
+
 def test_no_partition_gets_a_block_of_registers() -> None:
     with pytest.raises(InvalidOperand, match="no register tensors as arguments of workers"):
         InterpretedKernel(kernels.block_to_partition)[(1,)](torch.zeros(64, dtype=torch.int32))

@@ -341,6 +341,18 @@ def constant_in_rounds(out_ptr):
 
 
 @gluon.jit
+def _product_of(x, factors=()):
+    for i in gl.static_range(len(factors)):
+        x *= factors[i]
+    return x
+
+
+@gluon.jit
+def tuple_default(out_ptr):
+    gl.store(out_ptr, _product_of(2))
+
+
+@gluon.jit
 def _store(out_ptr, values):
     gl.store(out_ptr + gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0])), values)
 

@@ -311,7 +311,7 @@ def _attend_blocks(
         shared.left.channel.release(item + i - 1)
         shared.tail.channel.release(item + i)
         start_n = chunk.pad + (chunk.end - 1 - i) * BLOCK_N
-        weights, m_i, alpha = softmax_step(s, m_i, start_n, rows, score, shared.config, MASKED)
+        weights, m_i, alpha = softmax_step(s, m_i, start_n, rows, score, shared.config, (), MASKED)
         l_i = l_i * alpha + gl.sum(weights, 1)
         shared.weights.store(weights, alpha, l_i, item + i)
         p = mma_operand(weights, o, shared.weights.p.dtype, True)
@@ -389,7 +389,7 @@ def _first_consumer(share, sizes, shared, outputs, score):
         shared.tail.channel.release(item)
         m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
         start_n = chunk.pad + (chunk.end - 1) * BLOCK_N
-        weights, m_i, alpha = softmax_step(s, m_i, start_n, rows, score, shared.config, True)
+        weights, m_i, alpha = softmax_step(s, m_i, start_n, rows, score, shared.config, (), True)
         l_i = gl.sum(weights, 1)
         shared.weights.store(weights, alpha, l_i, item)
         o = zero_output(HALF, 1)

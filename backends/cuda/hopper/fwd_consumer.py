@@ -194,8 +194,8 @@ def _attend_blocks(
             weights = fixed_max_step(s, m_i, start_n, rows, consumer.score, factors)
         else:
             weights, m_i, alpha = softmax_step(
-                s, m_i, start_n, rows, consumer.score, consumer.problem, MASKED, words, consumer.function,
-                config.WEIGHT_SHIFT, factors,
+                s, m_i, start_n, rows, consumer.score, consumer.problem, factors, MASKED, words, consumer.function,
+                config.WEIGHT_SHIFT,
             )  # fmt: skip
             l_i *= gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None]
         l_i += sums_by_thread(weights)
@@ -386,7 +386,7 @@ def _attend_tile(consumer, tile, item, q_loads):
         start_n = keys.first_key(0, keys.columns(0), 0)
     factors = block_factors(consumer.block_factors_ptr, start_n, problem.seqlen_k, config)
     weights, m_i, _ = softmax_step(
-        s, m_i, start_n, rows, consumer.score, problem, MASKED, words, consumer.function, config.WEIGHT_SHIFT, factors
+        s, m_i, start_n, rows, consumer.score, problem, factors, MASKED, words, consumer.function, config.WEIGHT_SHIFT
     )
     l_i = sums_by_thread(weights)
     o = zero_output(WIDTH, config.BOXES_V, config.BITS_V)

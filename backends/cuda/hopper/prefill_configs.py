@@ -29,7 +29,7 @@ def select_config(problem: KVCacheProblem) -> Sm90Config:
     """Return the forward's config, adapted if a key block has several pages.
 
     Then each page is copied to its rows of the buffer, so boxes must be narrow enough to be stacked. And the producer
-    gets more registers, from the consumers, to count pages.
+    gets more registers, from the consumers, to count pages. At 128 columns they have none left for a fixed maximum.
     """
     forward = as_forward(problem)
     config = configs.select_config(forward)
@@ -41,6 +41,7 @@ def select_config(problem: KVCacheProblem) -> Sm90Config:
         config = replace(
             config, consumer_registers=CONSUMER_REGISTERS, producer_registers=PRODUCER_REGISTERS,
             q_in_registers=min(config.q_in_registers, 1),
+            fixed_max=config.fixed_max and configs.tile_class(forward)[0] != 128,
         )  # fmt: skip
     return config
 

@@ -192,15 +192,15 @@ def _largest_by_block(s, scales):
 
 @gluon.jit
 def softmax_step(
-    s, m_i, start_n, rows, score, problem, MASKED: gl.constexpr, words=None, function=None, SHIFT: gl.constexpr = 0,
-    factors=(),
+    s, m_i, start_n, rows, score, problem, factors, MASKED: gl.constexpr, words=None, function=None,
+    SHIFT: gl.constexpr = 0,
 ):  # fmt: skip
     """Return (weights p, running maximum, factor alpha of earlier sums) of products s [64, BLOCK_N], float32 or int32.
 
-    The maximum is in units of log2. MASKED: a mask or the end of the keys may cut the block. A row may see none of it.
-    `words`: the bits of a block mask, which then is the mask. `function`: a `ScoreFunction`. SHIFT: keep
-    the maximum that much lower, so that weights are up to 2**SHIFT. `factors`: those that products still lack, one for
-    each 64 columns, or ().
+    The maximum is in units of log2. `factors`: those that products still lack, one for each 64 columns, or (). MASKED:
+    a mask or the end of the keys may cut the block. A row may see none of it. `words`: the bits of a block mask, which
+    then is the mask. `function`: a `ScoreFunction`. SHIFT: keep the maximum that much lower, so that weights are up to
+    2**SHIFT.
     """
     # Factors join the scale unless scores are changed before they are scaled. With a mask they do not either: a NaN
     # times -inf would show in rows that do not see its keys.

@@ -127,8 +127,13 @@ def compile_spec(arch: str, spec: CompileSpec) -> CompileReport:
         try:
             compiled = triton.compile(source, target=gpu, options=options)
         except Exception as error:  # compilers may raise anything; this kernel fails the gate
-            reason = f"{type(error).__name__}: {error}"[:2000]
             seconds = time.perf_counter() - start
+            reason = f"{type(error).__name__}: {error}"[:2000]
+            cause: BaseException = error
+            while inner := cause.__cause__ or cause.__context__:  # one error for each function that calls the next
+                cause = inner
+            if cause is not error:
+                reason += f"\n{type(cause).__name__}: {cause}"[:1000]
             return CompileReport("cuda", arch, spec.kernel, spec.case, False, seconds, notes=(reason,))
     seconds = time.perf_counter() - start
     loops = spills_in_loops(disassembled(compiled.asm["cubin"])) if spec.clean_loops else None

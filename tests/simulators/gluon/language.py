@@ -240,6 +240,9 @@ class Function:
         notes = getattr(function, "__annotations__", {})
         self.arg_names = list(names)
         self.constexprs = [name for name in names if "constexpr" in str(notes.get(name, ""))]
+        defaults = function.__defaults__ or ()
+        with_default = names[len(names) - len(defaults) :]
+        self.tuple_defaults = {n for n, x in zip(with_default, defaults, strict=True) if isinstance(x, tuple)}
 
     def _rebuild(self) -> Callable[..., Any]:
         fn = self._original
@@ -261,6 +264,8 @@ class Function:
                     raise InvalidOperand(f"{self.__name__}: {name} is a constexpr, got {given[name].type}")
         if len(args) > len(self.arg_names):
             raise TypeError(f"{self.__name__} takes {len(self.arg_names)} arguments, got {len(args)}")
+        for name in self.tuple_defaults - given.keys():
+            raise InvalidOperand(f"{self.__name__}: a default cannot be a tuple, pass {name}")
         return self._rebuilt(**given)
 
 
