@@ -663,7 +663,8 @@ def test_the_gradient_of_sinks_comes_from_delta(recorder, described, monkeypatch
         described.clear()
         given.clear()
         torch.autograd.grad(out, (q, k, v, sinks), torch.zeros_like(q))
-        ((_, of_lse, delta, _),) = given
+        ((of_sinks, of_lse, delta, _),) = given
+        assert of_sinks.data_ptr() == sinks.data_ptr()
         filled = next(one.arguments["delta_ptr"] for one in recorder.launches if "delta_ptr" in one.arguments)
         assert (of_lse.data_ptr(), delta.data_ptr(), delta.shape) == (lse.data_ptr(), filled, lse.shape)
     assert not described
