@@ -17,7 +17,7 @@ from diyfa.backends.cpu.tiles import INF, Call, row_products, without_autocast
 from diyfa.backends.cpu.varlen import sequences
 from diyfa.features import GRADIENTS
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, as_bhsd
-from diyfa.score_functions import MAX_TENSORS
+from diyfa.score_programs import MAX_TENSORS
 
 
 def _delta(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None):

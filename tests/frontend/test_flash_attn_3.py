@@ -191,7 +191,7 @@ ABSENT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = 
     "seqused_q is": (flash_attn_3.flash_attn_varlen_func, (X[0], X[0], X[0], CU, CU, 4, 4), {"seqused_q": CU[1:]}),
     "q_descale belongs to q of float8": (cached, (X, X, X), {"q_descale": X}),
     "q_descale cannot go with packed queries": (cached, (X[0], X, X), {"cu_seqlens_q": CU, "q_descale": X}),
-    r"q_descale must have one element or shape \(1, 2\), got \(1, 3\)": (
+    r"q_descale must have shape \(1, 2\) or \(1, 2, 1\), got \(1, 3\)": (
         cached, (FLOAT8, X, X), {"q_descale": torch.ones(1, 3)},
     ),
     "on the same device: q is on cpu, q_descale on meta": (

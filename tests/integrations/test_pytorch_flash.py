@@ -349,7 +349,7 @@ RIVAL = """
 import sys, torch, diyfa.integrations.pytorch as ours
 from diyfa.integrations import use_in_pytorch
 from torch.nn import attention
-NAMES = [operator.__name__ for operator in ours.torch_operators.FLASH_OPERATORS]
+NAMES = list(ours.torch_operators.FLASH_OPERATORS)
 NAMES = [name if hasattr(torch.ops.aten, name) else NAMES[3] for name in NAMES]  # the fifth is new
 class Rival:  # another implementation, of two operators
     def __init__(self):

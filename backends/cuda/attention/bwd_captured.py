@@ -40,7 +40,7 @@ from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import POINTER, cdiv, head_view, load_tile
 from diyfa.problem import AttentionProblem, Captured, Launch
 from diyfa.score_code import JitSource, gradients_source
-from diyfa.score_functions import MAX_TENSORS
+from diyfa.score_programs import MAX_TENSORS
 
 _TOTALS = tuple(f"total{n}_ptr" for n in range(MAX_TENSORS))
 

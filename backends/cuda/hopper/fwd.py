@@ -13,8 +13,7 @@ of 129 to 192 columns consists of three TMA boxes of 64.
 
 Keys may be in a cache, contiguous or in pages (`hopper/prefill.py`). With a block mask a tile visits the listed blocks
 only, partial ones first (`gluon/block_mask.py`). In batch-invariant mode it visits chunks of blocks from right to left,
-and each chunk has sums of its own (`chunks.py`). `float8.py` has what differs for
-float8 and int8.
+and each chunk has sums of its own (`chunks.py`). `float8.py` has what differs for float8 and int8.
 
 Read `_fwd_sm90_kernel` first, then `run_producer` and `run_consumer`.
 """
@@ -43,7 +42,7 @@ from diyfa.backends.cuda.hopper.overflow import OverflowFlags, allocate_flags
 from diyfa.backends.cuda.hopper.score_functions import ScoreFunction
 from diyfa.backends.cuda.hopper.softmax import Score
 from diyfa.backends.cuda.hopper.tiles import KeyCache, Problem
-from diyfa.score_functions import MAX_TENSORS
+from diyfa.score_programs import MAX_TENSORS
 
 
 @gluon.jit

@@ -48,7 +48,7 @@ from diyfa.backends.npu.runtime.launch import bind_launch, vector_programs
 from diyfa.backends.npu.tables.configs import AttentionTile, family_options
 from diyfa.problem import AttentionProblem, Captured, Launch
 from diyfa.score_code import JitSource, gradients_source
-from diyfa.score_functions import MAX_TENSORS
+from diyfa.score_programs import MAX_TENSORS
 
 WORKSPACE_BYTES = 256 * 2**20  # of scores and ds, unless one task needs more
 

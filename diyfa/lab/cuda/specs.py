@@ -58,7 +58,7 @@ from diyfa.problem import (
     NewKeys,
     empty_output,
 )
-from diyfa.score_functions import function_name
+from diyfa.score_programs import function_name
 
 
 def _problem(arch: str, dtype: str, d: int, causal: bool = True, seq_lens: bool = False) -> AttentionProblem:
