@@ -629,6 +629,8 @@ def run_plan(
             tensors[_STATE_INDEX] = new_rng_state(owners[0].device) if tensors[_STATE_INDEX] is None else None
             present = [x for x in tensors if x is not None]
         addresses = [*addresses[:3], *map(torch.Tensor.data_ptr, present)]
+    elif optional:  # the state of a call without dropout
+        addresses = addresses[:3]
     if plan.problem.needs_grad:
         return _apply_unseen(*owners, plan, return_lse, addresses, *present)
     packing = plan.options.packing
