@@ -279,8 +279,8 @@ def _attend_tile(consumer, tile, item, q_loads):
 
     1. Skip the blocks that the right mask hides from all 64 rows. A lone consumer has none: the tile ends at its rows.
     2. Prologue: scores and softmax of the block at position 0 of the order (`block_order`).
-    3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. A mask cuts positions
-       [1, n_masked) of the order at most. FIXED_MAX: positions [1, n_edge_blocks) update the maximum, and
+    3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. A mask cuts no blocks but
+       those at positions [0, n_masked) of the order. FIXED_MAX: positions [1, n_edge_blocks) update the maximum, and
        [n_edge_blocks, n_blocks) use it unchanged. With a block mask, the order is that of the tile's list
        (`gluon/block_mask.py`), which begins with the masked blocks; there is no window beside it.
     4. Epilogue: values of the last block, division by the sum of weights, lse, stores.
@@ -368,14 +368,14 @@ def _attend_tile(consumer, tile, item, q_loads):
     # all blocks, masked or not.
     CUT: gl.constexpr = problem.HAS_LEFT or problem.HAS_RIGHT  # masks cut blocks beside the first
     MASKS_ALL: gl.constexpr = CUT and config.FALLBACK
-    n_first = n_masked
+    masked_end = n_masked
     if MASKS_ALL:
-        n_first = n_blocks
+        masked_end = n_blocks
     elif CUT and config.FIXED_MAX:
-        n_first = n_edge_blocks
+        masked_end = n_edge_blocks
     if CUT or LISTED:
         o, p, m_i, l_i, item = _attend_blocks(
-            consumer, q, rows, order, 1, n_first, o, p, m_i, l_i, item, keys, upcoming, True, False
+            consumer, q, rows, order, 1, masked_end, o, p, m_i, l_i, item, keys, upcoming, True, False
         )  # fmt: skip
     if config.FIXED_MAX:
         if not CUT:
