@@ -95,8 +95,8 @@ def runner(config: Sm90BwdConfig, problem: Any, tensors: Any, out: Any, lse: Any
 
     gradients = AttentionGradients(*(torch.full_like(x, float("nan")) for x in tensors[:3]))
     backward = Sm90Backward(problem, tensors, config, lse, gradients.dq)
-    if backward.dq is not None:
-        backward.dq.fill_(float("nan"))
+    if backward.dq_acc is not None:
+        backward.dq_acc.fill_(float("nan"))
     launches = backward.launches(out, do, None, None, gradients)
 
     def run() -> None:

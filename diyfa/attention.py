@@ -26,6 +26,7 @@ from diyfa.options import (
 )
 from diyfa.plan import attention_key, autocast_dtype, find, is_described_only
 from diyfa.problem import LAYOUTS, VARLEN, as_backward
+from diyfa.straight_through import attend_straight_through, options_in_16_bits
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 # Arguments that few calls have. The key of a call holds all of them, so they are left out unless one is given: that
@@ -186,18 +187,12 @@ def attend(
         plan = find(key)
     if plan is None:
         if key is None:  # there is no key of DTensors or `Quantized`, and none of packed tensors yet
+            unchecked = {
+                "mask": mask, "score_fn": score_fn, "score_tensors": captured, "score_grad_fn": score_grad_fn
+            }  # fmt: skip
             if any(validation.is_dtensor(x) for x in tensors):
-                if mask is not None:
-                    raise ValueError("DTensors take no mask: give each rank's part, .to_local(), with its own mask")
-                if score_fn is not None:
-                    raise ValueError(
-                        "DTensors take no score_fn, whose positions are those of the whole: use .to_local()"
-                    )
-                return _attend_dtensors(owners, lengths, returns_lse, arguments, words, weights)
+                return _attend_dtensors(owners, lengths, returns_lse, arguments, unchecked, words, weights)
             if any(isinstance(x, Quantized) for x in tensors):
-                unchecked = {
-                    "mask": mask, "score_fn": score_fn, "score_tensors": captured, "score_grad_fn": score_grad_fn
-                }  # fmt: skip
                 return _attend_quantized(owners, lengths, returns_lse, arguments, unchecked, words, weights)
             validation.check_tensors(**owners)
         prepared: Any = autocast(*tensors)
@@ -242,11 +237,17 @@ def _attend_dtensors(
     lengths: Lengths,
     returns_lse: bool,
     arguments: dict[str, Any],
+    unchecked: dict[str, Any],
     words: Words,
     weights: Callable[..., torch.Tensor] | None,
 ) -> Any:
-    """Run a call of DTensors: `attend` of each rank's shards."""
+    """Run a call of DTensors: `attend` of each rank's shards. `unchecked` as for `_attend_quantized`."""
     from diyfa.distributed.dtensor import attend_with_shards
+
+    if unchecked["mask"] is not None:
+        raise ValueError("DTensors take no mask: give each rank's part, .to_local(), with its own mask")
+    if unchecked["score_fn"] is not None:
+        raise ValueError("DTensors take no score_fn, whose positions are those of the whole: use .to_local()")
 
     def attend_shards(shards: tuple[Any, ...], lengths: Lengths, arguments: dict[str, Any]) -> Any:
         return attend(dict(zip(owners, shards, strict=True)), lengths, returns_lse, arguments, words, weights)
@@ -320,7 +321,7 @@ def _attend_straight_through(
         options = checked_options(q, k, v, lengths, arguments, words)
     sources = [None if x is None else x.source for x in quantized]
     sources = [None if x is None else x.view(y.shape) for x, y in zip(sources, (q, k, v), strict=True)]
-    out, lse = ops.attend_straight_through(sources, (q, k, v), lengths, options, dtype)
+    out, lse = attend_straight_through(sources, (q, k, v), lengths, options, dtype)
     if owners["q"].dim() == 3:
         return out.flatten(0, 1), lse.flatten(0, 1)
     return out, lse
@@ -339,13 +340,26 @@ def _views(packing: str, tensors: tuple[torch.Tensor, ...], names: list[str], la
     return (*tensors[:-1], *packed.unbind(-3))
 
 
-def _refuse_over_cache(**arguments: object) -> None:
-    """Raise ValueError if an argument for float8 or int8 inputs is given to a call over a cache."""
-    if given := [name for name, value in arguments.items() if value is not None]:
+def _over_cache(
+    owners: dict[str, Any], arguments: dict[str, Any], return_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Check what a call over a cache does not take, lengths and window -> (q, k, v, arguments) of `attend_packed`.
+
+    `arguments`: those of `flash_attention_varlen` by name. The function changes them and `owners`.
+    """
+    arguments |= unwrapped(owners, arguments)
+    if given := [name for name in (*EIGHT_BIT_ARGUMENTS, "out_dtype") if arguments[name] is not None]:
         raise ValueError(
             f"a call over a cache (block_table, seqused_k, out) takes no {', '.join(given)}: eight_bits are for calls "
             "without one; flash_attn_with_kvcache reads caches of float8"
         )
+    validation.check_no_score_function(*[arguments[x] for x in ("score_fn", "score_tensors", "score_grad_fn")])
+    flags = {name: arguments[name] for name in ("causal", "deterministic")}
+    validation.check_booleans(**flags, return_lse=return_lse)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        arguments[name] = validation.check_length(name, arguments[name])
+    arguments |= {"window": validation.check_window(arguments["window"]), "scale_name": "sm_scale", "num_splits": 0}
+    return owners["q"], owners["k"], owners["v"], arguments
 
 
 @without_unknown
@@ -559,33 +573,23 @@ def flash_attention_varlen(
     """
     if unknown:
         refuse_unknown(flash_attention_varlen, unknown)
-    if block_table is not None or seqused_k is not None or out is not None:
-        owners: dict[str, Any] = {"q": q, "k": k, "v": v}
-        eight_bits: dict[str, Any] = {
-            "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
-        }  # fmt: skip
-        _refuse_over_cache(**eight_bits | unwrapped(owners, eight_bits), out_dtype=out_dtype)
-        validation.check_no_score_function(score_fn, score_tensors, score_grad_fn)
-        validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
-        q_given, k_given, v_given = owners.values()
-        pair = attend_packed(q_given, k_given, v_given, {
-            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
-            "max_seqlen_q": validation.check_length("max_seqlen_q", max_seqlen_q),
-            "max_seqlen_k": validation.check_length("max_seqlen_k", max_seqlen_k),
-            "block_table": block_table, "causal": causal, "sm_scale": sm_scale, "variant": variant,
-            "window": validation.check_window(window), "softcap": softcap, "alibi_slopes": alibi_slopes,
-            "sinks": sinks, "dropout_p": dropout_p, "backend": backend, "out": out, "scale_name": "sm_scale",
-            "num_splits": 0,
-        }, return_lse)  # fmt: skip
-        return pair if return_lse else pair[0]
-    lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return attend({"q": q, "k": k, "v": v}, lengths, return_lse, {
+    owners: dict[str, Any] = {"q": q, "k": k, "v": v}
+    arguments: dict[str, Any] = {
         "layout": VARLEN, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks,
         "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
         "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
         "out_dtype": out_dtype, "score_fn": score_fn, "score_tensors": score_tensors, "score_grad_fn": score_grad_fn,
-    })  # fmt: skip
+    }  # fmt: skip
+    if block_table is not None or seqused_k is not None or out is not None:
+        cache = {
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
+            "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "block_table": block_table, "out": out,
+        }  # fmt: skip
+        pair = attend_packed(*_over_cache(owners, arguments | cache, return_lse), return_lse)
+        return pair if return_lse else pair[0]
+    lengths = packed_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return attend(owners, lengths, return_lse, arguments)
 
 
 @without_unknown
@@ -640,13 +644,17 @@ def explain(
         raise ValueError(f"layout must be one of {', '.join((*LAYOUTS, VARLEN))}, got {layout!r}")
     validation.check_booleans(causal=causal, deterministic=deterministic, return_lse=return_lse)
     owners: dict[str, Any] = {"q": q, "k": k, "v": v}
-    eight_bits: dict[str, Any] = {
+    arguments: dict[str, Any] = {
+        "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant, "window": window,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
+        "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
         "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "k_mean": k_mean, "v_mean": v_mean,
+        "out_dtype": out_dtype,
     }  # fmt: skip
     quantized = [x if isinstance(x, Quantized) else None for x in owners.values()]
-    eight_bits |= unwrapped(owners, eight_bits)
+    arguments |= unwrapped(owners, arguments)
     validation.check_tensors(**owners)
-    gradient_dtype = _gradient_dtype(quantized, owners, {"layout": layout, "attn_bias": attn_bias, "sinks": sinks})
+    gradient_dtype = _gradient_dtype(quantized, owners, arguments)
     x, y, z = owners.values()  # tensors: the values of q, k and v where these are `Quantized`
     is_over_cache = not (block_table is seqused_k is out is None)
     if is_over_cache and layout != VARLEN:
@@ -654,17 +662,11 @@ def explain(
     if layout == VARLEN and not (seq_lens is attn_bias is mask is None):
         raise ValueError("layout 'thd' takes no seq_lens, no attn_bias and no mask")
     if is_over_cache:
-        _refuse_over_cache(**eight_bits, out_dtype=out_dtype)
-        validation.check_no_score_function(score_fn, score_tensors, score_grad_fn)
-        return explain_packed(x, y, z, {
+        return explain_packed(*_over_cache(owners, arguments | {
+            "score_fn": score_fn, "score_tensors": score_tensors, "score_grad_fn": score_grad_fn,
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
-            "max_seqlen_q": validation.check_length("max_seqlen_q", max_seqlen_q),
-            "max_seqlen_k": validation.check_length("max_seqlen_k", max_seqlen_k),
-            "block_table": block_table, "causal": causal, "sm_scale": sm_scale, "variant": variant,
-            "window": validation.check_window(window), "softcap": softcap, "alibi_slopes": alibi_slopes,
-            "sinks": sinks, "dropout_p": dropout_p, "backend": backend, "out": out, "scale_name": "sm_scale",
-            "num_splits": 0,
-        })  # fmt: skip
+            "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "block_table": block_table, "out": out,
+        }, return_lse))  # fmt: skip
     x, y, z = autocast(x, y, z)
     if layout == VARLEN:
         if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -677,25 +679,19 @@ def explain(
             x, y, z = _as_4d(x, y, z, seq_lens)
         lengths = Lengths(seq_lens=seq_lens)
     if rng_state is None:  # no call is run, so no random numbers are drawn
-        rng_state = torch.empty(2, dtype=torch.int64, device=x.device)
-    mask_and_function: dict[str, Any] = {}  # in their checked forms
+        arguments["rng_state"] = torch.empty(2, dtype=torch.int64, device=x.device)
     if score_fn is not None or score_grad_fn is not None or score_tensors != ():
-        mask_and_function = validation.checked_score_function(score_fn, score_tensors, score_grad_fn)
+        arguments |= validation.checked_score_function(score_fn, score_tensors, score_grad_fn)
     if mask is not None:
         others = {"layout": layout, "causal": causal, "window": validation.check_window(window)}
         validation.check_mask(mask, x, y, others, "window")
-        mask_and_function |= {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
+        arguments |= {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
     with torch.set_grad_enabled(torch.is_grad_enabled() and gradient_dtype is None):
-        options = checked_options(x, y, z, lengths, {
-            **mask_and_function, "layout": layout, "causal": causal, "sm_scale": sm_scale, "variant": variant,
-            "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "attn_bias": attn_bias, "sinks": sinks,
-            "dropout_p": dropout_p, "rng_state": rng_state, "deterministic": deterministic, "backend": backend,
-            "out_dtype": out_dtype, **eight_bits,
-        })  # fmt: skip
+        options = checked_options(x, y, z, lengths, arguments)
     explained = _explain_checked(x, y, z, lengths, options, backend or "")
     if gradient_dtype is not None:
         x, y, z = (torch.empty_like(tensor, dtype=gradient_dtype) for tensor in (x, y, z))
-        trained = _explain_checked(x, y, z, lengths, ops.options_in_16_bits(options), backend or "")
+        trained = _explain_checked(x, y, z, lengths, options_in_16_bits(options), backend or "")
         explained = replace(explained, backward=trained.backward)
     return explained if mask is None or mask.blocks.is_meta else replace(explained, mask=mask.summary())
 
@@ -711,5 +707,5 @@ def _explain_checked(
     if not options.needs_grad:
         return forward
     problem = as_backward(problem)
-    variant = registry.op_variant("attention_bwd", backend, options.variant, problem)
+    variant = registry.variant_or_auto("attention_bwd", backend, options.variant, problem)
     return replace(forward, backward=registry.explain_choice("attention_bwd", problem, q.device, name, variant))

@@ -16,15 +16,17 @@ import torch
 
 from diyfa.block_lists import BLOCK_SIZES, WORD, block_of, list_length, n_blocks
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BITS, PER_BLOCK, PER_HEAD, PER_TENSOR
-from diyfa.score_functions import MAX_TENSORS, captured_tensors, single_sample
+from diyfa.score_programs import MAX_TENSORS, captured_tensors, single_sample
 
 CAPTURED_DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.int8, torch.bool,
 )  # fmt: skip
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOAT32, _INT32, _INT64 = (torch.float32,), (torch.int32,), (torch.int64,)
+CONTIGUOUS = torch.Tensor.contiguous  # kernels read small vectors by plain index, and strided ones are rare
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in ATTENTION_DTYPES}
-# Letter -> size of a call: "b" samples, "h" query heads, "g" KV heads, "q" queries, "k" keys, "d" features of k, "e"
-# features of v. `Shape` has letters for sizes that follow from these.
+# Name -> size of a call, by the names of the documentation: "B" samples, "H" query heads, "Hk" KV heads, "Sq" queries,
+# "Sk" keys, "D" features of k, "Dv" features of v.
 Sizes = dict[str, int]
 
 
@@ -43,22 +45,26 @@ def _descale_kind(descale: torch.Tensor | None) -> int:
     return PER_TENSOR if descale.numel() == 1 else PER_HEAD if descale.dim() == 2 else PER_BLOCK
 
 
-@dataclass(frozen=True)
+def _size(name: str, sizes: Sizes) -> int:
+    """Return a size by its name. "B+1" is one more than B. "Sq/128" is the number of blocks of 128 that Sq has."""
+    if name in sizes:
+        return sizes[name]
+    rows, _, block = name.partition("/")
+    if block:
+        return -(-sizes[rows] // int(block))
+    base, _, more = name.partition("+")
+    return sizes[base] + int(more)
+
+
 class Shape:
-    """The shapes of an optional tensor, in letters: ("h", "bh") is (H,) or (B, H).
+    """The shapes that an optional tensor may have: Shape("H", "B H") allows (H,) and (B, H), and the first is usual."""
 
-    Besides those of `Sizes` these are "n": B + 1 offsets; "2" and "o": 2 and 2 + 4 B numbers of a dropout state; "x"
-    and "y": blocks of BLOCK_Q queries and of BLOCK_K keys.
-    """
-
-    letters: tuple[str, ...]
+    def __init__(self, *shapes: str) -> None:
+        self.shapes = [tuple(shape.split()) for shape in shapes]
 
     def allowed_shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
         """Return all shapes that are allowed, the usual one first."""
-        sizes = {**sizes, "n": sizes["b"] + 1, "2": 2, "o": 2 + 4 * sizes["b"]}
-        if "q" in sizes and "k" in sizes:
-            sizes |= {"x": -(-sizes["q"] // BLOCK_Q), "y": -(-sizes["k"] // BLOCK_K)}
-        return [tuple(sizes[letter] for letter in letters) for letters in self.letters]
+        return [tuple(_size(name, sizes) for name in shape) for shape in self.shapes]
 
     def example(self, sizes: Sizes, value: Any) -> tuple[int, ...]:
         """Return the shape of a tensor for which the problem's field has this value."""
@@ -76,9 +82,7 @@ class Broadcast(Shape):
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
         (full,), shape = self.allowed_shapes(sizes), tuple(x.shape)
         missing = len(full) - len(shape)
-        if missing < 0 or any(
-            size not in (1, full_size) for size, full_size in zip(shape, full[missing:], strict=True)
-        ):
+        if missing < 0 or any(n not in (1, size) for n, size in zip(shape, full[missing:], strict=True)):
             return f"be broadcastable to {full}, got {shape}"
         return ""
 
@@ -98,14 +102,17 @@ class Descale(OneOrAll):
 
 
 class State(Shape):
-    """A contiguous vector of seed and offset, and optionally the origins of each sample behind them."""
+    """`rng_state`: a contiguous vector of seed and offset, and optionally four origins of each sample behind them."""
+
+    def allowed_shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
+        return [(2,), (2 + 4 * sizes["B"],)]
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
-        _, (with_origins,) = self.allowed_shapes(sizes)
-        if x.shape not in ((2,), (with_origins,)) or x.stride(0) != 1:
+        pair, with_origins = self.allowed_shapes(sizes)
+        if x.shape not in (pair, with_origins) or x.stride(0) != 1:
             return (
                 "be a contiguous pair (seed, offset), or that and four origins for each sample, "
-                f"({with_origins},), got shape {tuple(x.shape)}"
+                f"{with_origins}, got shape {tuple(x.shape)}"
             )
         return ""
 
@@ -114,10 +121,10 @@ class BlockLists(Shape):
     """`mask_blocks` of a block mask: one list or as many as samples and heads. `BlockMask` guarantees its length."""
 
     def allowed_shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
-        return [(1, 1, list_length(*n_blocks(sizes["q"], sizes["k"], (BLOCK_SIZES[-1],) * 2)))]
+        return [(1, 1, list_length(*n_blocks(sizes["Sq"], sizes["Sk"], (BLOCK_SIZES[-1],) * 2)))]
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
-        full = sizes["b"], sizes["h"]
+        full = sizes["B"], sizes["H"]
         if x.dim() == 3 and all(size in (1, n) for size, n in zip(x.shape, full, strict=False)):
             return ""
         return f"be of 1 or {full[0]} samples and 1 or {full[1]} query heads, got {tuple(x.shape[:-1])}"
@@ -139,7 +146,7 @@ class Captured(Shape):
     """A captured tensor of a score function: any shape, in memory without gaps, for the function adds offsets."""
 
     def allowed_shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
-        return [(sizes["h"], sizes["q"] + sizes["k"])]
+        return [(sizes["H"], sizes["Sq"] + sizes["Sk"])]
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
         return "" if x.is_contiguous() else f"be contiguous, got strides {x.stride()}"
@@ -147,44 +154,52 @@ class Captured(Shape):
 
 @dataclass(frozen=True)
 class Feature:
-    """One field of `Lengths` or `AttentionOptions`, or a feature that shapes decide.
-
-    * `problem_field`: the field of `AttentionProblem` that it decides; `to_problem_value` maps its value to that field
-      (None: the value itself).
-    * `is_present` says whether a problem has it (None: if the problem's field is not 0, False or ""). Kernels that do
-      not implement it refuse such problems under `refusal_name`.
-    * `label` and `example` (changes of a typical problem) make a row of the feature tables. `label` and `case` (changes
-      of a typical `diyfa.testing.AttentionCase`) make a trial of `diyfa validate` and of the first run on a new device.
-    """
+    """One field of `Lengths` or `AttentionOptions`, or a feature that shapes decide."""
 
     name: str
     schema: str = ""  # type in the operators' schema; "": no argument
-    problem_field: str = ""
-    to_problem_value: Callable[[Any], Hashable] | None = None
-    dtypes: tuple[torch.dtype, ...] = ()  # of an optional tensor
+    problem_field: str = ""  # the field of `AttentionProblem` that its value decides
+    to_problem_value: Callable[[Any], Hashable] | None = None  # value -> that field; None: the value itself
+    # For an optional tensor:
+    dtypes: tuple[torch.dtype, ...] = ()
     dtypes_in_words: str = ""
     shape: Shape | None = None
+    prepared: Callable[[Any], Any] | None = None  # tensor -> what backends get
     gradient: str = ""  # field of `AttentionGradients`
     gradient_if: str = ""  # option that asks for the gradient; "": no option has to
-    prepared: Callable[[Any], Any] | None = None  # tensor -> what backends get
-    refusal_name: str = ""
-    is_present: Callable[[Any], bool] | None = None  # whether an `AttentionProblem` has it
+    # For what kernels may lack:
+    refusal_name: str = ""  # kernels that do not implement it refuse calls that have it under this name
+    is_present: Callable[[Any], bool] | None = None  # whether an `AttentionProblem` has it; None: by `problem_field`
     adjusts: bool = False  # with it, scores are not just sm_scale * q k (bias, ALiBi, softcap)
-    label: str = ""
-    example: dict[str, Any] = field(default_factory=dict)
-    case: dict[str, Any] = field(default_factory=dict)
+    # For tables and trials:
+    label: str = ""  # name in the feature tables
+    example: dict[str, Any] = field(default_factory=dict)  # changes of a typical problem: a row of the tables
+    case: dict[str, Any] = field(default_factory=dict)  # changes of a typical `AttentionCase`: a trial on a new device
 
     def is_in(self, problem: Any) -> bool:
-        """Return whether a call of the `AttentionProblem` has it."""
+        """Return whether a call of the `AttentionProblem` has it: by default, if its field is not 0, False or ""."""
         return bool(getattr(problem, self.problem_field)) if self.is_present is None else self.is_present(problem)
+
+
+def _tensor(name: str, dtypes: tuple[torch.dtype, ...], shape: Shape, in_words: str = "", **others: Any) -> Feature:
+    """Return the row of an optional tensor. `in_words`: its dtypes in messages; default: the name of the only one."""
+    words = in_words or dtype_name(dtypes[0])
+    return Feature(name, "Tensor?", dtypes=dtypes, dtypes_in_words=words, shape=shape, **others)
+
+
+def _descale(name: str, *shapes: str) -> Feature:
+    """Return the row of a descale of float8 or int8. The first of the shapes has a number for each head."""
+    return _tensor(
+        name, _FLOAT32, Descale(*shapes), problem_field=name, to_problem_value=_descale_kind, prepared=CONTIGUOUS
+    )
 
 
 def _captured_tensor(n: int) -> Feature:
     """Return the row of the n-th captured tensor of a score function."""
     captured = ", ".join(f"t{i}" for i in range(n + 1))
-    return Feature(
-        f"score_tensor{n}", "Tensor?", "", None, CAPTURED_DTYPES,
-        "a tensor of floating-point numbers, of int8, int32 or int64, or of booleans", Captured(()),
+    return _tensor(
+        f"score_tensor{n}", CAPTURED_DTYPES, Captured(),
+        "a tensor of floating-point numbers, of int8, int32 or int64, or of booleans",
         gradient=f"dscore{n}", gradient_if="score_grad",
         is_present=lambda problem: n < captured_tensors(problem.score_fn),
         example={"score_fn": f"def same(score, b, h, i, j, {captured}):\n    return score"},
@@ -208,61 +223,50 @@ SCORE_EXAMPLE = """def relative(score, b, h, i, j, t0):
     v11 = eq(v10, 2)
     v12 = where(v11, -inf, v7)
     return v12"""
-_FLOAT32, _INT32, _INT64 = (torch.float32,), (torch.int32,), (torch.int64,)
-CONTIGUOUS = torch.Tensor.contiguous  # kernels read small vectors by plain index, and strided ones are rare
 # The order is that of the schema, tensors first.
 FEATURES = (
-    Feature(
-        "cu_seqlens_q", "Tensor?", "batch", lambda x: 0 if x is None else x.shape[0] - 1, _INT32, "int32",
-        Shape(("n",)), refusal_name="varlen", is_present=lambda problem: problem.varlen,
+    _tensor(
+        "cu_seqlens_q", _INT32, Shape("B+1"), problem_field="batch",
+        to_problem_value=lambda x: 0 if x is None else x.shape[0] - 1,
+        refusal_name="varlen", is_present=lambda problem: problem.varlen,
         label="packed sequences", example={"layout": "thd", "total_q": 4096, "total_k": 4096},
     ),
-    Feature(
-        "cu_seqlens_k", "Tensor?", "", None, _INT32, "int32", Shape(("n",)), is_present=lambda problem: problem.varlen,
+    _tensor("cu_seqlens_k", _INT32, Shape("B+1"), is_present=lambda problem: problem.varlen),
+    _tensor(
+        "seq_lens", _INT32, Shape("B"), problem_field="seq_lens", to_problem_value=_is_given, prepared=CONTIGUOUS,
+        refusal_name="seq_lens", label="seq_lens", example={"seq_lens": True},
     ),
-    Feature(
-        "seq_lens", "Tensor?", "seq_lens", _is_given, _INT32, "int32", Shape(("b",)),
-        prepared=CONTIGUOUS, refusal_name="seq_lens", label="seq_lens", example={"seq_lens": True},
-    ),
-    Feature(
-        "alibi_slopes", "Tensor?", "alibi", _is_given, _FLOAT32, "float32", Shape(("h", "bh")),
+    _tensor(
+        "alibi_slopes", _FLOAT32, Shape("H", "B H"), problem_field="alibi", to_problem_value=_is_given,
         prepared=CONTIGUOUS, refusal_name="alibi", adjusts=True, label="ALiBi", example={"alibi": True},
         case={"alibi": "h"},
     ),
-    Feature(
-        "attn_bias", "Tensor?", "bias", lambda x: "" if x is None else dtype_name(x.dtype), ATTENTION_DTYPES,
-        "a floating-point tensor of 16, 32 or 64 bits",
-        Broadcast(("bhqk",)), gradient="dbias", gradient_if="bias_grad",
-        refusal_name="attn_bias", adjusts=True, label="attn_bias", example={"bias": "float32"}, case={"bias": "1hqk"},
+    _tensor(
+        "attn_bias", ATTENTION_DTYPES, Broadcast("B H Sq Sk"), "a floating-point tensor of 16, 32 or 64 bits",
+        problem_field="bias", to_problem_value=lambda x: "" if x is None else dtype_name(x.dtype),
+        gradient="dbias", gradient_if="bias_grad", refusal_name="attn_bias", adjusts=True, label="attn_bias",
+        example={"bias": "float32"}, case={"bias": "1hqk"},
     ),
-    Feature(
-        "sinks", "Tensor?", "sinks", _is_given, _FLOAT32, "float32", Shape(("h",)),
-        gradient="dsinks", prepared=CONTIGUOUS, refusal_name="sinks", label="sinks", example={"sinks": True},
-        case={"sinks": True},
+    _tensor(
+        "sinks", _FLOAT32, Shape("H"), problem_field="sinks", to_problem_value=_is_given, prepared=CONTIGUOUS,
+        gradient="dsinks", refusal_name="sinks", label="sinks", example={"sinks": True}, case={"sinks": True},
     ),
-    Feature(
-        "rng_state", "Tensor?", "dropout_origins", lambda x: x is not None and x.shape[0] > 2, _INT64, "int64",
-        State(("2", "o")), is_present=lambda problem: problem.dropout,
+    _tensor(
+        "rng_state", _INT64, State(), problem_field="dropout_origins",
+        to_problem_value=lambda x: x is not None and x.shape[0] > 2, is_present=lambda problem: problem.dropout,
     ),
-    Feature(
-        "q_descale", "Tensor?", "q_descale", _descale_kind, _FLOAT32, "float32", Descale(("bg", "bhx")),
-        prepared=CONTIGUOUS,
+    _descale("q_descale", "B Hk", f"B H Sq/{BLOCK_Q}"),
+    _descale("k_descale", "B Hk", f"B Hk Sk/{BLOCK_K}"),
+    _descale("v_descale", "B Hk"),
+    *[
+        _tensor(name, _FLOAT32, Shape(shape), problem_field=name, to_problem_value=_is_given, prepared=CONTIGUOUS)
+        for name, shape in (("k_mean", "B Hk D"), ("v_mean", "B Hk Dv"))
+    ],
+    _tensor(
+        "mask_blocks", _INT32, BlockLists(), prepared=CONTIGUOUS, is_present=lambda problem: bool(problem.mask),
     ),
-    Feature(
-        "k_descale", "Tensor?", "k_descale", _descale_kind, _FLOAT32, "float32", Descale(("bg", "bgy")),
-        prepared=CONTIGUOUS,
-    ),
-    Feature(
-        "v_descale", "Tensor?", "v_descale", _descale_kind, _FLOAT32, "float32", Descale(("bg",)), prepared=CONTIGUOUS,
-    ),
-    Feature("k_mean", "Tensor?", "k_mean", _is_given, _FLOAT32, "float32", Shape(("bgd",)), prepared=CONTIGUOUS),
-    Feature("v_mean", "Tensor?", "v_mean", _is_given, _FLOAT32, "float32", Shape(("bge",)), prepared=CONTIGUOUS),
-    Feature(
-        "mask_blocks", "Tensor?", "", None, _INT32, "int32", BlockLists(()), prepared=CONTIGUOUS,
-        is_present=lambda problem: bool(problem.mask),
-    ),
-    Feature(
-        "mask_bits", "Tensor?", "mask", block_of, _INT32, "int32", BlockBits(()), prepared=CONTIGUOUS,
+    _tensor(
+        "mask_bits", _INT32, BlockBits(), problem_field="mask", to_problem_value=block_of, prepared=CONTIGUOUS,
         refusal_name="mask", label="block mask", example={"mask": (128, 128)},
     ),
     *map(_captured_tensor, range(MAX_TENSORS)),
@@ -345,39 +349,39 @@ def for_sample(values: Values, b: int) -> Values:
         x = getattr(values, feature.name, None)
         if x is None or feature.shape is None or isinstance(feature.shape, Broadcast) or x.numel() == 1:
             continue
-        if any(letters[0] == "b" and 1 < len(letters) == x.dim() for letters in feature.shape.letters):
+        if any(shape[0] == "B" and 1 < len(shape) == x.dim() for shape in feature.shape.shapes):
             rows[feature.name] = x[b : b + 1]
     return values._replace(**rows) if rows else values
 
 
 class CacheTensor(NamedTuple):
-    """An optional tensor of a call with a cache. Its shape has more letters: "g" KV heads, "p" columns of block_table,
-    "s" new keys, "d" and "e" features of keys and values, "r" and "f" rows and columns of rotary_cos, "t" packed
-    queries."""
+    """An optional tensor of a call with a cache. Its shape has more names: "pages", columns of block_table; "Snew", new
+    keys; "rows" and "R/2", rows and columns of rotary_cos; "Tq", packed queries."""
 
     shape: Shape
     dtypes: tuple[torch.dtype | None, ...] = _INT32  # None: q's dtype
     has_rows: bool = False  # the last stride must be 1, others are free; False: any strides, adapted in kvcache.py
 
 
-_PER_SEQUENCE, _OFFSETS = CacheTensor(Shape(("b",))), CacheTensor(Shape(("n",)))
-_DESCALE, _ROTATION = CacheTensor(OneOrAll(("bg",)), _FLOAT32), CacheTensor(Shape(("rf",)), (None, *_FLOAT32), True)
+_PER_SEQUENCE, _OFFSETS = CacheTensor(Shape("B")), CacheTensor(Shape("B+1"))
+_DESCALE = CacheTensor(OneOrAll("B Hk"), _FLOAT32)
+_ROTATION = CacheTensor(Shape("rows R/2"), (None, *_FLOAT32), has_rows=True)
 CACHE_TENSORS = {
     "cache_seqlens": _PER_SEQUENCE,
     "seqused_k": _PER_SEQUENCE,
     "cu_seqlens_q": _OFFSETS,
     "cu_seqlens_k": _OFFSETS,
-    "block_table": CacheTensor(Shape(("bp",))),
+    "block_table": CacheTensor(Shape("B pages")),
     "cache_batch_idx": _PER_SEQUENCE,
     "cache_leftpad": _PER_SEQUENCE,
-    "alibi_slopes": CacheTensor(Shape(("h", "bh")), _FLOAT32),
-    "sinks": CacheTensor(Shape(("h",)), _FLOAT32),
+    "alibi_slopes": CacheTensor(Shape("H", "B H"), _FLOAT32),
+    "sinks": CacheTensor(Shape("H"), _FLOAT32),
     "k_descale": _DESCALE,
     "v_descale": _DESCALE,
-    "k": CacheTensor(Shape(("bsgd",)), (None,), True),
-    "v": CacheTensor(Shape(("bsge",)), (None,), True),
+    "k": CacheTensor(Shape("B Snew Hk D"), (None,), True),
+    "v": CacheTensor(Shape("B Snew Hk Dv"), (None,), True),
     "rotary_cos": _ROTATION,
     "rotary_sin": _ROTATION,
-    "out": CacheTensor(Shape(("bqhe",)), (None,), True),
+    "out": CacheTensor(Shape("B Sq H Dv"), (None,), True),
 }
-PACKED_TENSORS = CACHE_TENSORS | {"out": CacheTensor(Shape(("the",)), (None,), True)}
+PACKED_TENSORS = CACHE_TENSORS | {"out": CacheTensor(Shape("Tq H Dv"), (None,), True)}

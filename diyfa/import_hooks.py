@@ -68,7 +68,8 @@ def _define_on_look_up() -> None:
             if name.startswith("__"):  # Python asks every module for these
                 raise
         # While the module defines an operator, PyTorch looks it up. Then this finds the half-imported module.
-        import_module("diyfa.kvcache_ops" if name.startswith("kvcache_") else "diyfa.ops")
+        modules = {"kvcache": "diyfa.kvcache_ops", "matmul": "diyfa.matmul_ops"}
+        import_module(modules.get(name.partition("_")[0], "diyfa.ops"))
         return plain.__getattr__(self, name)
 
     # PyTorch names operators, also in saved programs, after the module of their namespace's class.

@@ -20,6 +20,7 @@ from diyfa.kvcache_ops import (
     KVCachePlan,
     Operators,
     bucket,
+    cache_capacity,
     check_out,
     describe_kvcache,
     needs_grad,
@@ -125,11 +126,6 @@ def _check_not_expanded(**tensors: torch.Tensor) -> None:
             raise ValueError(f"{name} must not be expanded where it is written, got strides {x.stride()}")
 
 
-def _capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
-    """Return the most keys that a sequence can have."""
-    return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
-
-
 def _check_optional(q: torch.Tensor, sizes: Sizes, optional: dict[str, Any]) -> None:
     """Check device, dtype, shape and strides of the optional tensors by their rows in the table."""
     rows = CACHE_TENSORS if q.dim() == 4 else PACKED_TENSORS
@@ -219,13 +215,13 @@ def _check(call: _Call) -> None:
     validation.check_tensors(**optional)
     batch, pages = _check_sequences(call, optional), table.shape[1] if table is not None and table.dim() == 2 else 0
     sizes = {
-        "b": batch, "h": q.shape[-2], "q": q.shape[1], "g": k.shape[-2], "d": q.shape[-1], "e": v.shape[-1], "p": pages,
-        "t": q.shape[0],
+        "B": batch, "H": q.shape[-2], "Hk": k.shape[-2], "Sq": q.shape[1], "Tq": q.shape[0], "D": q.shape[-1],
+        "Dv": v.shape[-1], "pages": pages,
     }  # fmt: skip
     if not call.is_packed:
-        sizes["s"] = _check_new_keys(call, optional, k.shape[1] if table is None else pages * k.shape[1])
+        sizes["Snew"] = _check_new_keys(call, optional, k.shape[1] if table is None else pages * k.shape[1])
     if cos is not None:
-        sizes["r"], sizes["f"] = cos.shape
+        sizes["rows"], sizes["R/2"] = cos.shape
     _check_optional(q, sizes, optional)
     validation.check_scalars(call.scale, call.softcap, 0.0, scale_name=call.scale_name)
     validation.check_length("num_splits", call.num_splits)
@@ -273,7 +269,7 @@ def _check_lengths(name: str, seqlens: torch.Tensor, added: int, capacity: int, 
 def _check_cache_values(tensors: KVCacheTensors, window_left: int) -> None:
     """Check the values that the host can read without waiting: a length that is an int, and tensors on the CPU."""
     k_cache, table, seqlens, added = tensors.k_cache, tensors.block_table, tensors.seqlens, tensors.added
-    capacity = _capacity(k_cache, table)
+    capacity = cache_capacity(k_cache, table)
     room = "the cache" if table is None else "block_table"
     if seqlens is None and not 0 <= tensors.length <= capacity - added:
         more = f" and {added} new keys" if added else ""
@@ -312,7 +308,7 @@ def _check_packed_values(tensors: KVCacheTensors, max_seqlen_q: int, max_seqlen_
     if lengths.numel() and not 0 <= int(lengths.min()) <= int(lengths.max()) <= max_seqlen_k:
         raise ValueError(f"seqused_k must be from 0 to max_seqlen_k={max_seqlen_k}, got {lengths.tolist()}")
     if table is not None:
-        _check_lengths("the number of keys", lengths, 0, _capacity(k, table), "block_table")
+        _check_lengths("the number of keys", lengths, 0, cache_capacity(k, table), "block_table")
         _check_pages(tensors, lengths, cu_q.diff(), window_left)
 
 
@@ -387,7 +383,7 @@ def _bind(call: _Call, length: int, plan: KVCachePlan | None = None) -> tuple[KV
     fields: Any = optional[:_N_FIELDS]
     new_k, new_v, cos, sin = optional[_N_FIELDS:-1]
     if call.is_full:
-        length = _capacity(k, optional[_TABLE_INDEX])
+        length = cache_capacity(k, optional[_TABLE_INDEX])
     if plan is None or not plan.binds_without_copies:
         fields = [x if x is None else _as_backends_read(i, x, call) for i, x in enumerate(fields)]
     if plan is None:

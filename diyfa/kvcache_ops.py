@@ -147,12 +147,17 @@ def bucket(length: int) -> int:
     return 1 << (length - 1).bit_length() if length > 0 else 0
 
 
+def cache_capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
+    """Return the most keys of a sequence for which a cache, or its row of `block_table`, has room."""
+    return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+
+
 def sequence_capacity(tensors: KVCacheTensors, max_seqlen_k: int) -> int:
     """Return the most keys that a sequence can have."""
-    k_cache, table = tensors.k_cache, tensors.block_table
+    k_cache = tensors.k_cache
     if k_cache.dim() == 3:
         return min(max_seqlen_k, k_cache.shape[0])
-    rows = k_cache.shape[1] if table is None else table.shape[1] * k_cache.shape[1]
+    rows = cache_capacity(k_cache, tensors.block_table)
     return min(rows, bucket(max_seqlen_k)) if max_seqlen_k else rows
 
 

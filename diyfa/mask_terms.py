@@ -32,7 +32,7 @@ class Comparison(NamedTuple):
     name: str
     numbers: tuple[int, ...] = ()
     tensors: tuple[torch.Tensor, ...] = ()
-    source: str = ""  # program of a jit function (`diyfa.score_functions`)
+    source: str = ""  # program of a jit function (`diyfa.score_programs`)
 
 
 Terms = tuple[tuple[Comparison, ...], ...]  # visible if all comparisons of at least one term are true

@@ -28,7 +28,8 @@ from diyfa import block_lists, registry
 from diyfa.block_lists import BLOCK_SIZES, EMPTY, FULL, codes_of, n_blocks
 from diyfa.features import CAPTURED_DTYPES
 from diyfa.mask_terms import UNBOUNDED, Comparison, Terms, combined, fits, terms_of, with_terms
-from diyfa.score_functions import captured_tensors, function_name, is_jit_function, mask_dtype, mask_program, run_mask
+from diyfa.score_functions import is_jit_function, mask_program
+from diyfa.score_programs import captured_tensors, function_name, mask_dtype, run_mask
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 CHUNK = 1 << 24  # pairs of query and key that PyTorch's operators compute at a time

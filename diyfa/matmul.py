@@ -7,13 +7,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from diyfa import ops, registry, validation
+from diyfa import matmul_ops, registry, validation
 from diyfa.attention import autocast
 from diyfa.keywords import refuse_unknown, without_unknown
-from diyfa.options import MatmulOptions
+from diyfa.matmul_ops import FLOAT8
+from diyfa.ops import wants_grad
+from diyfa.options import ACTIVATIONS, MatmulOptions
 from diyfa.plan import call_key, find, is_described_only
 from diyfa.problem import MatmulTensors
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PRECISIONS = ("tf32", "ieee")
 _has_warned = False
 
@@ -29,6 +32,92 @@ def _warn_about_half() -> None:
             UserWarning,
             stacklevel=3,
         )
+
+
+def _check_matrices(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Check that a is (M, K) and b (K, N), of one supported dtype on one device."""
+    validation.check_tensors(a=a, b=b)
+    if a.dim() != 2 or b.dim() != 2:
+        raise ValueError(f"Expected 2D tensors, got a {tuple(a.shape)} and b {tuple(b.shape)}")
+    if a.dtype not in DTYPES and a.dtype != FLOAT8:
+        raise TypeError(f"Unsupported dtype {a.dtype}: expected float16, bfloat16, float32 or float8_e4m3fn")
+    if b.dtype != a.dtype:
+        raise TypeError(f"dtypes must match: a is {a.dtype}, b is {b.dtype}")
+    validation.check_same_device(a, "a", b=b)
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(
+            f"Incompatible dimensions: a is {tuple(a.shape)}, b is {tuple(b.shape)}; a.shape[1] must be b.shape[0]"
+        )
+
+
+def _check_blocks(blocks: tuple[int | None, int | None, int | None], sizes: tuple[int, int, int]) -> None:
+    """Check that no tile size is given or all three, each a power of two from 16 on and not beyond its dimension."""
+    is_given = [x is not None for x in blocks]
+    if not any(is_given):
+        return
+    if not all(is_given):
+        raise ValueError(f"block_m, block_n and block_k must be given together, got {blocks}")
+    for name, block, size in zip(("block_m", "block_n", "block_k"), blocks, sizes, strict=True):
+        if not isinstance(block, int) or isinstance(block, bool):
+            raise TypeError(f"{name} must be an int, got {type(block).__name__}")
+        if block <= 0:
+            raise ValueError(f"{name} must be positive, got {block}")
+        if block > size:
+            raise ValueError(f"{name}={block} exceeds the matrix dimension {size}")
+        if block < 16 or block & (block - 1):
+            raise ValueError(f"{name} must be a power of two of at least 16, got {block}")
+
+
+def _check_epilogue(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> None:
+    """Check that bias is (N,) of a supported dtype on a's device, and that the activation is one of ACTIVATIONS."""
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be None, {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
+    if bias is None:
+        return
+    validation.check_tensors(bias=bias)
+    if bias.shape != (b.shape[1],):
+        raise ValueError(
+            f"bias must have shape ({b.shape[1]},), one number for each column of b, got {tuple(bias.shape)}"
+        )
+    if bias.dtype not in DTYPES:
+        raise TypeError(f"Unsupported dtype {bias.dtype} of bias: expected float16, bfloat16 or float32")
+    validation.check_same_device(a, "a", bias=bias)
+
+
+def _check_descales(
+    a: torch.Tensor, b: torch.Tensor, a_descale: torch.Tensor | None, b_descale: torch.Tensor | None
+) -> None:
+    """Check that descales belong to float8, and are float32: one number, or one for each row of a or column of b."""
+    m, n = a.shape[0], b.shape[1]
+    for name, x, shapes in (("a_descale", a_descale, ((m,), (m, 1))), ("b_descale", b_descale, ((n,), (1, n)))):
+        if x is None:
+            continue
+        if a.dtype != FLOAT8:
+            raise ValueError(f"{name} belongs to float8_e4m3fn, a is {a.dtype}")
+        validation.check_tensors(**{name: x})
+        if x.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, got {x.dtype}")
+        if x.shape not in {(), (1,), (1, 1), *shapes}:
+            raise ValueError(f"{name} must have one number or shape {shapes[0]} or {shapes[1]}, got {tuple(x.shape)}")
+        validation.check_same_device(a, "a", **{name: x})
+
+
+def _check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
+    """Check that out is (M, N) of `dtype` on a's device, with memory of its own for each element."""
+    validation.check_tensors(out=out)
+    if out.shape != (a.shape[0], b.shape[1]):
+        raise ValueError(f"out must have shape {(a.shape[0], b.shape[1])}, got {tuple(out.shape)}")
+    if out.dtype != dtype:
+        raise TypeError(f"out must be {dtype}, as out_dtype says, got {out.dtype}")
+    validation.check_same_device(a, "a", out=out)
+    if not torch.compiler.is_compiling() and out.is_neg():
+        raise ValueError("out must hold its numbers themselves, got a view that negates them, such as x.conj().imag")
+    (rows, columns), (row, column) = out.shape, out.stride()
+    repeats = (rows > 1 and row < 1) or (columns > 1 and column < 1)
+    if rows > 1 and columns > 1:  # a traced tensor has symbolic sizes, which cannot be sorted
+        repeats = repeats or (column < row * rows if row < column else row < column * columns)
+    if repeats and out.numel():
+        raise ValueError(f"out must not overlap itself, got shape {tuple(out.shape)} with strides {out.stride()}")
 
 
 @without_unknown
@@ -105,27 +194,27 @@ def triton_matmul(
     if precision is None:
         a, b = autocast(a, b)
     validation.check_booleans(use_autotune=use_autotune)
-    validation.check_matmul(a, b)
-    validation.check_blocks((block_m, block_n, block_k), (a.shape[0], b.shape[1], a.shape[1]))
-    validation.check_epilogue(a, b, bias, activation)
-    validation.check_descales(a, b, a_descale, b_descale)
+    _check_matrices(a, b)
+    _check_blocks((block_m, block_n, block_k), (a.shape[0], b.shape[1], a.shape[1]))
+    _check_epilogue(a, b, bias, activation)
+    _check_descales(a, b, a_descale, b_descale)
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"precision must be None, 'tf32' or 'ieee', got {precision!r}")
     if precision is not None and a.dtype != torch.float32:
         raise ValueError(f"precision={precision!r} applies to float32 inputs, got {a.dtype}")
     is_unasked = a.dtype == torch.float32 and precision is None and out_dtype is None and out is None
     compute_dtype = torch.float16 if a.dtype == torch.float32 and precision is None else a.dtype
-    is_float8 = a.dtype == validation.FLOAT8_MATMUL
+    is_float8 = a.dtype == FLOAT8
     if out_dtype is None:
         out_dtype = torch.bfloat16 if is_float8 else compute_dtype
         if isinstance(out, torch.Tensor):
             out_dtype = out.dtype
-    if out_dtype not in validation.MATMUL_DTYPES:
+    if out_dtype not in DTYPES:
         raise TypeError(f"Unsupported dtype {out_dtype} for the result: expected float16, bfloat16 or float32")
-    wants_grad = ops.wants_grad(a, b, bias)
-    if (wants_grad and is_float8) or ops.wants_grad(a_descale, b_descale):
+    is_trained = wants_grad(a, b, bias)
+    if (is_trained and is_float8) or wants_grad(a_descale, b_descale):
         raise ValueError("a product of float8 and its descales have no gradient: call it under torch.no_grad()")
-    if given[0] is not a or given[1] is not b or is_described_only(a) or wants_grad:
+    if given[0] is not a or given[1] is not b or is_described_only(a) or is_trained:
         key = None
     tensors = MatmulTensors(a, b, bias, a_descale, b_descale)
     tile = None
@@ -135,17 +224,17 @@ def triton_matmul(
         tile, use_autotune, precision or "ieee", compute_dtype, out_dtype, activation, variant, False, backend
     )
     if out is not None:
-        validation.check_product_out(out, a, b, out_dtype)
+        _check_out(out, a, b, out_dtype)
         if not torch.compiler.is_compiling():  # a traced tensor has no address: the operator checks it
             validation.check_no_overlap(out, tensors, MatmulTensors._fields)
-        if wants_grad or ops.wants_grad(out):
+        if is_trained or wants_grad(out):
             raise ValueError("out has no gradient: give no out, or call triton_matmul under torch.no_grad()")
     if key is not None:
-        product = ops.product_plan(tensors, out, key, options).run(tensors, addresses, out)
+        product = matmul_ops.product_plan(tensors, out, key, options).run(tensors, addresses, out)
     elif out is not None:
-        product = ops.matmul_out(tensors, out, options)
+        product = matmul_ops.matmul_out(tensors, out, options)
     else:
-        product = ops.matmul(tensors, options)
+        product = matmul_ops.matmul(tensors, options)
     if is_unasked and not torch.compiler.is_compiling():
         _warn_about_half()
     return product

@@ -1,20 +1,22 @@
-"""The PyTorch operators `torch.ops.diyfa.*`: schemas, fake kernels and the one autograd of the project.
+"""Attention as PyTorch operators, with its one autograd function, and the entrances of all calls.
 
-Backend-neutral operators: `attention_fwd`, `attention_bwd`, `attention_bwd_out` (into given buffers), `matmul`,
-`matmul_out`. One Python function implements each for every device: it describes the call as a problem, lets the
-registry choose a kernel, allocates the results and launches the kernel. `torch.library.Library` defines them, because a
-call costs a third of one of `custom_op`. Their autograd is a `torch.autograd.Function`, which eager calls use directly
-(a sixth of what `register_autograd` costs). It is also the operators' kernel for the Autograd key. So torch.compile and
-torch.export record the operator alone, and can still differentiate it.
+`torch.ops.diyfa.attention_fwd`, `attention_bwd` and `attention_bwd_out` (into given buffers) have one implementation
+for every device: it makes or finds the plan of the call, allocates the results and launches the plan's kernel.
+`torch.library.Library` defines them, because a call costs a third of one of `custom_op`. Their autograd is a
+`torch.autograd.Function`, which eager calls use directly (a sixth of what `register_autograd` costs). It is also the
+operators' kernel for the Autograd key. So torch.compile and torch.export record the operator alone, and can still
+differentiate it. `kvcache_ops.py` and `matmul_ops.py` have the operators of caches and of products.
 
-The path of a call of attention, from the public functions to `Kernel.launch`:
+The path of a call, from the public functions to `Kernel.launch`:
 
     eager, with a plan   run_plan -> [_Attention.forward] -> _run_forward
-                         _Attention.backward -> _run_backward -> _backward_into
-    everything else      attend -> [_Attention.forward] -> forward -> [operator] -> _operator_forward -> _run_forward
-                         _Attention.backward -> differentiate -> [operator] -> _operator_backward -> _run_backward
+                         _Attention.backward -> _run_backward
+    everything else      attend -> [_Attention.forward] -> forward -> [operator] -> _forward_by_look_up -> _run_forward
+                         _Attention.backward -> differentiate -> [operator] -> _backward_by_look_up -> _run_backward
 
-A gradient that is wanted adds `_Attention`, and tracing (or anything else that must see it) adds the operator.
+A gradient that is wanted adds `_Attention`, and tracing (or anything else that must see it) adds the operator. The file
+goes through it from right to left: plans, their runs, the operators, autograd, the entrances.
+
 "Owners" are the tensors whose memory q, k and v are: q, k, v themselves, or with `packing` the tensors that pack them.
 """
 
@@ -27,15 +29,13 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from diyfa import registry
-from diyfa.eight_bits import BLOCK_K, BLOCK_Q, PER_BLOCK, dequantised
+from diyfa.eight_bits import PER_BLOCK
 from diyfa.features import GRADIENTS, TENSORS
 from diyfa.options import (
     DIFFERENTIABLE,
-    MATMUL_SCHEMA,
     SCHEMA,
     AttentionOptions,
     Lengths,
-    MatmulOptions,
     bind,
     optional_tensors,
     pack,
@@ -45,7 +45,7 @@ from diyfa.options import (
     with_tensors,
     without_tensors,
 )
-from diyfa.plan import Plan, ProductPlan, attention_key, call_key, find, may_be_read, remember, runs_eagerly
+from diyfa.plan import Plan, attention_key, find, may_be_read, remember, runs_eagerly
 from diyfa.problem import (
     LAYOUTS,
     VARLEN,
@@ -53,8 +53,6 @@ from diyfa.problem import (
     AttentionProblem,
     AttentionTensors,
     Backend,
-    MatmulProblem,
-    MatmulTensors,
     as_bhsd,
     dtype_name,
     empty_output,
@@ -62,32 +60,33 @@ from diyfa.problem import (
     is_aligned,
 )
 from diyfa.torch_private import below_autograd, differentiates_forward, direct_apply, is_transformed, is_unseen
-from diyfa.validation import FLOAT8_MATMUL, check_derivatives, check_no_overlap
+from diyfa.validation import check_derivatives
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INF = float("inf")
-
 # Behind q, k and v every attention operator takes the rows of `diyfa.features`. `variant` names a forward kernel; the
 # backward pass takes its own kernel of that name, if there is one.
 _FEATURE_GRADIENTS = tuple(feature.gradient for feature in GRADIENTS)
 _NO_TENSORS = (None,) * len(TENSORS)
 _STATE_INDEX = [feature.name for feature in TENSORS].index("rng_state")  # among the optional tensors
 GRADIENT_INDEX = {feature.name: 3 + i for i, feature in enumerate(GRADIENTS)}  # in the result of `differentiate`
-_SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
-_lib = torch.library.Library("diyfa", "DEF")
-_lib.define(f"attention_fwd(Tensor q, Tensor? k, Tensor? v, str packing, {SCHEMA}) -> (Tensor out, Tensor lse)")
-# q, k, v of this operator are views, and `packing` says which of their gradients share one tensor.
-_lib.define(
-    f"attention_bwd(Tensor dout, Tensor? dlse, {_SAVED}, str packing, {SCHEMA}) "
-    f"-> (Tensor dq, Tensor dk, Tensor dv, {', '.join(f'Tensor {name}' for name in _FEATURE_GRADIENTS)})"
-)
-_lib.define(
-    f"attention_bwd_out(Tensor dout, Tensor? dlse, {_SAVED}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
-    f"Tensor(d!) delta, {SCHEMA}) -> ()"
-)
-_FACTORS = "Tensor a, Tensor b, Tensor? bias, Tensor? a_descale, Tensor? b_descale"  # `MatmulTensors`
-_lib.define(f"matmul({_FACTORS}, {MATMUL_SCHEMA}) -> Tensor")
-_lib.define(f"matmul_out({_FACTORS}, Tensor(a!) out, {MATMUL_SCHEMA}) -> ()")
+# Packing -> function that gets q, k, v from the tensors that own them; packed ones have 3 or 2 before the heads.
+UNPACK: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {
+    "": lambda q, k, v: (q, k, v),
+    "kv": lambda q, kv, _: (q, *kv.unbind(-3)),
+    "qkv": lambda qkv, _, __: qkv.unbind(-3),
+}
+
+
+def given_tensors(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    return [x for x in tensors if x is not None]
+
+
+def wants_grad(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+# ---- From a call to its plan -----------------------------------------------------------------------------------------
 
 
 def normalised_window(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
@@ -146,6 +145,16 @@ def describe_attention(
     return AttentionProblem.from_fields(fields)
 
 
+def _sees_no_key(q: torch.Tensor, k: torch.Tensor, lengths: Lengths, options: AttentionOptions) -> bool:
+    """Return whether no query of the call can see a key, so that nothing has to be launched."""
+    if q.numel() == 0 or k.numel() == 0:
+        return True
+    if options.layout != VARLEN:
+        return False
+    assert lengths.cu_seqlens_q is not None, "a varlen call comes with cu_seqlens"
+    return lengths.cu_seqlens_q.shape[0] == 1 or lengths.max_seqlen_q == 0 or lengths.max_seqlen_k == 0
+
+
 def plan_of(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -163,7 +172,7 @@ def plan_of(
     return plan
 
 
-def _operator_plan(
+def operator_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> tuple[Plan, list[int]]:
     """Return the plan of a call that comes through an operator, and the addresses of its tensors: the second entrance
@@ -172,6 +181,9 @@ def _operator_plan(
     key, addresses = attention_key((q, k, v), lengths, (registry.forced_backend(), *options), optional)
     plan = find(key)
     return plan_of(q, k, v, lengths, options, key) if plan is None else plan, addresses
+
+
+# ---- The forward pass of a plan --------------------------------------------------------------------------------------
 
 
 def empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
@@ -184,14 +196,8 @@ def empty_lse(q: torch.Tensor, layout: str) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
 
 
-def _sees_no_key(q: torch.Tensor, k: torch.Tensor, lengths: Lengths, options: AttentionOptions) -> bool:
-    """Return whether no query of the call can see a key, so that nothing has to be launched."""
-    if q.numel() == 0 or k.numel() == 0:
-        return True
-    if options.layout != VARLEN:
-        return False
-    assert lengths.cu_seqlens_q is not None, "a varlen call comes with cu_seqlens"
-    return lengths.cu_seqlens_q.shape[0] == 1 or lengths.max_seqlen_q == 0 or lengths.max_seqlen_k == 0
+def _empty_results(q: torch.Tensor, problem: AttentionProblem) -> Pair:
+    return empty_output(q, problem.head_dim_v, problem.out_dtype), empty_lse(q, problem.layout)
 
 
 def _filled_outside_sequences(x: torch.Tensor, q: torch.Tensor, lengths: Lengths, fill_value: float) -> torch.Tensor:
@@ -221,12 +227,10 @@ def fill_without_keys(
     heads_first.copy_(_filled_outside_sequences(out_of_sink[:, None], q, lengths, 0.0)[..., None])
 
 
-def _operator_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
-) -> Pair:
-    """Run the forward pass of a call that comes through an operator, or could have."""
-    plan, addresses = _operator_plan(q, k, v, lengths, options)
-    return _run_forward(plan, q, k, v, _not_none(*optional_tensors(lengths, options)), addresses)
+def _binds_without_copies(tensors: AttentionTensors, *inputs: torch.Tensor) -> bool:
+    """Return whether a backend reads the tensors of a call themselves, and no copies."""
+    present = tensors.present()
+    return len(present) == len(inputs) and all(x is y for x, y in zip(present, inputs, strict=True))
 
 
 def _run_forward(
@@ -268,17 +272,73 @@ def _run_forward(
     return out, lse
 
 
-def _empty_results(q: torch.Tensor, problem: AttentionProblem) -> Pair:
-    return empty_output(q, problem.head_dim_v, problem.out_dtype), empty_lse(q, problem.layout)
-
-
-def _binds_without_copies(tensors: AttentionTensors, *inputs: torch.Tensor) -> bool:
-    """Return whether a backend reads the tensors of a call themselves, and no copies."""
-    present = tensors.present()
-    return len(present) == len(inputs) and all(x is y for x, y in zip(present, inputs, strict=True))
-
+# ---- The backward pass of a plan -------------------------------------------------------------------------------------
 
 _BACKWARD_REPEATS_LIMIT = 16  # strides of dout for which a plan has repeats
+
+
+def _empty_gradients(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
+) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return buffers for dq, dk, dv: (their owners, the three gradients as views of these).
+
+    Packed gradients are laid out like flash_attn's packed inputs, with the 3 or 2 before the heads: (..., 3, H, D).
+    """
+    packing = options.packing
+    dtype = getattr(torch, options.out_dtype) if options.out_dtype else q.dtype
+    if packing == "":
+        grads = (torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype))
+        return list(grads), grads
+    first = q if packing == "qkv" else k
+    n_packed = len(packing)
+    packed = first.new_empty((*first.shape[:-2], n_packed, *first.shape[-2:]), dtype=dtype)
+    slices = packed.unbind(-3)
+    if packing == "qkv":
+        return [packed], (slices[0], slices[1], slices[2])
+    dq = torch.empty_like(q, dtype=dtype)
+    return [dq, packed], (dq, slices[0], slices[1])
+
+
+def _empty_feature_gradients(options: AttentionOptions) -> dict[str, torch.Tensor | None]:
+    """Return buffers for the gradients of optional tensors by name, None for a gradient that is not wanted."""
+    buffers = {}
+    for feature in GRADIENTS:
+        x = getattr(options, feature.name)
+        asked = not feature.gradient_if or getattr(options, feature.gradient_if)
+        needs_buffer = x is not None and x.is_floating_point() and asked
+        buffers[feature.gradient] = torch.empty_like(x) if needs_buffer else None
+    return buffers
+
+
+def _backward_into(
+    plan: Plan,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    saved: tuple[torch.Tensor, ...],
+    grads: AttentionGradients,
+    lengths: Lengths,
+    options: AttentionOptions,
+    aligned: bool = True,
+) -> None:
+    """Fill the gradients of one call; `saved` is (q, k, v, out, lse), `aligned` the problem's `aligned_gradients`."""
+    q, k, v, out, lse = saved
+    problem, kernel = plan.backward(aligned)
+    if plan.sees_no_key or (options.layout == VARLEN and not kernel.clears):
+        for x in given_tensors(*grads[:3], grads.delta):
+            x.zero_()
+    if plan.sees_no_key:
+        for x in given_tensors(*(getattr(grads, name) for name in _FEATURE_GRADIENTS)):
+            x.zero_()
+        if grads.dsinks is not None:  # without keys the log-sum-exp is the sink itself
+            all_but_heads = (0, 2) if lse.dim() == 3 else (1,)
+            dlse = torch.zeros_like(lse) if dlse is None else _filled_outside_sequences(dlse, q, lengths, 0.0)
+            sinks = options.sinks
+            assert sinks is not None, "dsinks are asked for where there are sinks"
+            grads.dsinks.copy_(torch.where(sinks == -_INF, 0.0, dlse.sum(all_but_heads) + (sinks - sinks)))
+        return
+    if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
+        dout = dout.contiguous()
+    kernel.launch(problem, bind(q, k, v, lengths, options), out, lse, dout, dlse, grads)
 
 
 def _run_backward(
@@ -325,71 +385,31 @@ def _run_backward(
     return [*owners, *(None,) * (3 - len(owners)), *rest.values()]
 
 
-def _empty_gradients(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions
-) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return buffers for dq, dk, dv: (their owners, the three gradients as views of these).
+# ---- The operators: here alone a call is flat ------------------------------------------------------------------------
 
-    Packed gradients are laid out like flash_attn's packed inputs, with the 3 or 2 before the heads: (..., 3, H, D).
-    """
-    packing = options.packing
-    dtype = getattr(torch, options.out_dtype) if options.out_dtype else q.dtype
-    if packing == "":
-        grads = (torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype))
-        return list(grads), grads
-    first = q if packing == "qkv" else k
-    n_packed = len(packing)
-    packed = first.new_empty((*first.shape[:-2], n_packed, *first.shape[-2:]), dtype=dtype)
-    slices = packed.unbind(-3)
-    if packing == "qkv":
-        return [packed], (slices[0], slices[1], slices[2])
-    dq = torch.empty_like(q, dtype=dtype)
-    return [dq, packed], (dq, slices[0], slices[1])
+_SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
+_lib = torch.library.Library("diyfa", "DEF")
+_lib.define(f"attention_fwd(Tensor q, Tensor? k, Tensor? v, str packing, {SCHEMA}) -> (Tensor out, Tensor lse)")
+# q, k, v of this operator are views, and `packing` says which of their gradients share one tensor.
+_lib.define(
+    f"attention_bwd(Tensor dout, Tensor? dlse, {_SAVED}, str packing, {SCHEMA}) "
+    f"-> (Tensor dq, Tensor dk, Tensor dv, {', '.join(f'Tensor {name}' for name in _FEATURE_GRADIENTS)})"
+)
+_lib.define(
+    f"attention_bwd_out(Tensor dout, Tensor? dlse, {_SAVED}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
+    f"Tensor(d!) delta, {SCHEMA}) -> ()"
+)
 
 
-def _backward_into(
-    plan: Plan,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    saved: tuple[torch.Tensor, ...],
-    grads: AttentionGradients,
-    lengths: Lengths,
-    options: AttentionOptions,
-    aligned: bool = True,
-) -> None:
-    """Fill the gradients of one call; `saved` is (q, k, v, out, lse), `aligned` the problem's `aligned_gradients`."""
-    q, k, v, out, lse = saved
-    problem, kernel = plan.backward(aligned)
-    if plan.sees_no_key or (options.layout == VARLEN and not kernel.clears):
-        for x in _not_none(*grads[:3], grads.delta):
-            x.zero_()
-    if plan.sees_no_key:
-        for x in _not_none(*(getattr(grads, name) for name in _FEATURE_GRADIENTS)):
-            x.zero_()
-        if grads.dsinks is not None:  # without keys the log-sum-exp is the sink itself
-            all_but_heads = (0, 2) if lse.dim() == 3 else (1,)
-            dlse = torch.zeros_like(lse) if dlse is None else _filled_outside_sequences(dlse, q, lengths, 0.0)
-            sinks = options.sinks
-            assert sinks is not None, "dsinks are asked for where there are sinks"
-            grads.dsinks.copy_(torch.where(sinks == -_INF, 0.0, dlse.sum(all_but_heads) + (sinks - sinks)))
-        return
-    if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
-        dout = dout.contiguous()
-    kernel.launch(problem, bind(q, k, v, lengths, options), out, lse, dout, dlse, grads)
+def _forward_by_look_up(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
+) -> Pair:
+    """Run the forward pass of a call that comes through an operator, or could have."""
+    plan, addresses = operator_plan(q, k, v, lengths, options)
+    return _run_forward(plan, q, k, v, given_tensors(*optional_tensors(lengths, options)), addresses)
 
 
-def _empty_feature_gradients(options: AttentionOptions) -> dict[str, torch.Tensor | None]:
-    """Return buffers for the gradients of optional tensors by name, None for a gradient that is not wanted."""
-    buffers = {}
-    for feature in GRADIENTS:
-        x = getattr(options, feature.name)
-        asked = not feature.gradient_if or getattr(options, feature.gradient_if)
-        needs_buffer = x is not None and x.is_floating_point() and asked
-        buffers[feature.gradient] = torch.empty_like(x) if needs_buffer else None
-    return buffers
-
-
-def _operator_backward(
+def _backward_by_look_up(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
     saved: tuple[torch.Tensor, ...],
@@ -398,22 +418,19 @@ def _operator_backward(
 ) -> list[torch.Tensor | None]:
     """Run the backward pass of a call that comes through an operator, or could have. Returns as `_run_backward`."""
     q, k, v, _, _ = saved
-    plan, _ = _operator_plan(q, k, v, lengths, options)
-    tensors = (*saved, *_not_none(*optional_tensors(lengths, options)))
+    plan, _ = operator_plan(q, k, v, lengths, options)
+    tensors = (*saved, *given_tensors(*optional_tensors(lengths, options)))
     return _run_backward(plan, tensors, [*map(torch.Tensor.data_ptr, tensors)], dout, dlse)
 
 
-# ---- The operators: here alone a call is flat ---------------------------------------------------------------------
-
-
 def _attention_fwd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair:
-    return _operator_forward(*UNPACK[packing](q, k, v), *unpack(features, packing))
+    return _forward_by_look_up(*UNPACK[packing](q, k, v), *unpack(features, packing))
 
 
 def _attention_bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> Any:
     """Return all gradients. An operator returns tensors only: one without elements stands for no gradient."""
     packing, *features = rest
-    gradients = _operator_backward(dout, dlse, (q, k, v, out, lse), *unpack(features, packing))
+    gradients = _backward_by_look_up(dout, dlse, (q, k, v, out, lse), *unpack(features, packing))
     return tuple(dout.new_empty(0) if x is None else x for x in gradients)
 
 
@@ -421,7 +438,7 @@ def _attention_bwd_out(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, l
     dq, dk, dv, delta, *features = rest
     grads, saved = AttentionGradients(dq, dk, dv, delta=delta), (q, k, v, out, lse)
     lengths, options = unpack(features)
-    plan, _ = _operator_plan(q, k, v, lengths, options)
+    plan, _ = operator_plan(q, k, v, lengths, options)
     _backward_into(plan, dout, dlse, saved, grads, lengths, options, aligned=is_aligned(dq, dk, dv))
 
 
@@ -439,37 +456,42 @@ def _attention_bwd_fake(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, 
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
-def _attention_bwd_out_fake(*arguments: Any) -> None:
-    """Do nothing: the gradients are given."""
-
-
 for _name, _implementation, _fake in (
     ("attention_fwd", _attention_fwd, _attention_fwd_fake),
     ("attention_bwd", _attention_bwd, _attention_bwd_fake),
-    ("attention_bwd_out", _attention_bwd_out, _attention_bwd_out_fake),
+    ("attention_bwd_out", _attention_bwd_out, lambda *arguments: None),  # the gradients are given
 ):
     _lib.impl(_name, _implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"diyfa::{_name}", _fake, lib=_lib)
 _fwd = torch.ops.diyfa.attention_fwd.default
 _bwd = torch.ops.diyfa.attention_bwd.default
 
-# Packing -> function that gets q, k, v from the tensors that own them; packed ones have 3 or 2 before the heads.
-UNPACK: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {
-    "": lambda q, k, v: (q, k, v),
-    "kv": lambda q, kv, _: (q, *kv.unbind(-3)),
-    "qkv": lambda qkv, _, __: qkv.unbind(-3),
-}
-
-
-def _not_none(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    return [x for x in tensors if x is not None]
-
 
 def forward(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
     """Call the forward operator, or directly its function if nothing has to see the operator. q, k and v are views."""
-    if runs_eagerly(q, k, v, *_not_none(*optional_tensors(lengths, options))):
-        return _operator_forward(q, k, v, lengths, options)
+    if runs_eagerly(q, k, v, *given_tensors(*optional_tensors(lengths, options))):
+        return _forward_by_look_up(q, k, v, lengths, options)
     return _fwd(q, k, v, "", *pack(lengths, options))
+
+
+def differentiate(
+    grads: tuple[torch.Tensor | None, ...],
+    owners: tuple[Any, ...],
+    results: Pair,
+    lengths: Lengths,
+    options: AttentionOptions,
+) -> Any:
+    """Return `_backward_by_look_up` of one call, called directly or through the operator. `results`: out and lse."""
+    dout, dlse = grads
+    if dout is None:
+        dout = torch.zeros_like(results[0])
+    saved = (*UNPACK[options.packing](*owners), *results)
+    if runs_eagerly(*given_tensors(dout, dlse, *owners, *optional_tensors(lengths, options))):
+        return _backward_by_look_up(dout, dlse, saved, lengths, options)
+    return _bwd(dout, dlse, *saved, options.packing, *pack(lengths, options))
+
+
+# ---- Autograd --------------------------------------------------------------------------------------------------------
 
 
 class _Unplanned(NamedTuple):
@@ -525,6 +547,9 @@ class _Attention(torch.autograd.Function):
         return tuple([x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=True)])
 
 
+_apply_unseen = direct_apply(_Attention)
+
+
 def _by_argument(call: Plan | _Unplanned, results: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """Return the results of a backward pass, one for each argument of `_Attention.forward`."""
     gradients = (*results[:3], None, None, None)
@@ -532,9 +557,6 @@ def _by_argument(call: Plan | _Unplanned, results: Sequence[torch.Tensor | None]
         return gradients
     feature_gradients = dict(zip(DIFFERENTIABLE, results[3:], strict=True))
     return (*gradients, *map(feature_gradients.get, call.names))
-
-
-_apply_unseen = direct_apply(_Attention)
 
 
 @once_differentiable
@@ -546,108 +568,10 @@ def _differentiate(
     return tuple(differentiate((dout, dlse), saved[:3], saved[3:5], lengths, options))
 
 
-def differentiate(
-    grads: tuple[torch.Tensor | None, ...],
-    owners: tuple[Any, ...],
-    results: Pair,
-    lengths: Lengths,
-    options: AttentionOptions,
-) -> Any:
-    """Return `_operator_backward` of one call, called directly or through the operator. `results`: out and lse."""
-    dout, dlse = grads
-    if dout is None:
-        dout = torch.zeros_like(results[0])
-    saved = (*UNPACK[options.packing](*owners), *results)
-    if runs_eagerly(*_not_none(dout, dlse, *owners, *optional_tensors(lengths, options))):
-        return _operator_backward(dout, dlse, saved, lengths, options)
-    return _bwd(dout, dlse, *saved, options.packing, *pack(lengths, options))
-
-
 def _apply(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) -> Pair:
     """Apply the autograd function without a plan."""
-    optional = _not_none(*optional_tensors(lengths, options))
+    optional = given_tensors(*optional_tensors(lengths, options))
     return _Attention.apply(q, k, v, _Unplanned(*without_tensors(lengths, options)), True, (), *optional)
-
-
-def options_in_16_bits(options: AttentionOptions) -> AttentionOptions:
-    """Return the options of the backward pass of a call of float8 or int8: they say nothing of the quantisation, and
-    let any kernel run."""
-    bias = options.attn_bias
-    return options._replace(
-        q_descale=None, k_descale=None, v_descale=None, k_mean=None, v_mean=None, out_dtype="", needs_grad=True,
-        bias_grad=bias is not None and bias.requires_grad, variant="auto", batch_invariant=False,
-    )  # fmt: skip
-
-
-def _in_16_bits(
-    values: Sequence[torch.Tensor], options: AttentionOptions, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the numbers that quantised q, k and v stand for, in `dtype`."""
-    q, k, v = (as_bhsd(x, options.layout) for x in values)
-    q = dequantised(q, options.q_descale, torch.float32, BLOCK_Q)
-    k = dequantised(k, options.k_descale, torch.float32, BLOCK_K, options.k_mean)
-    v = dequantised(v, options.v_descale, torch.float32, mean=options.v_mean)
-    q, k, v = (as_bhsd(x.to(dtype), options.layout) for x in (q, k, v))
-    return q, k, v
-
-
-class _StraightThrough(torch.autograd.Function):
-    """Attention of quantised values, with gradients of the inputs that they were made from.
-
-    The backward pass is that of attention in 16 bits at the numbers that the values stand for. It computes out and lse
-    anew: those of the forward pass belong to rounded weights and unrounded products, and where one key has nearly all
-    the weight the difference is larger than the gradient. So the values are all that is saved.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, call: _Unplanned, dtype: torch.dtype, q: Any, k: Any, v: Any, *tensors: Any) -> Pair:
-        """`q`, `k`, `v`: the inputs that get gradients, or None. `tensors`: the quantised values, optional tensors."""
-        ctx.call, ctx.dtype = call, dtype
-        ctx.source_dtypes = [None if x is None else x.dtype for x in (q, k, v)]
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        q8, k8, v8, *optional = tensors
-        return forward(q8, k8, v8, *with_tensors(call.lengths, call.options, call.names, optional))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[torch.Tensor | None, ...]:
-        call, saved = ctx.call, ctx.saved_tensors
-        lengths, options = with_tensors(call.lengths, call.options, call.names, saved[3:])
-        q, k, v = _in_16_bits(saved[:3], options, ctx.dtype)
-        options = options_in_16_bits(options)
-        out, lse = forward(q, k, v, lengths, options)
-        grads = None if dout is None else dout.to(ctx.dtype), dlse
-        results = differentiate(grads, (q, k, v), (out, lse), lengths, options)
-        gradients = [x.to(dtype) if dtype else None for x, dtype in zip(results[:3], ctx.source_dtypes, strict=True)]
-        learned = dict(zip(DIFFERENTIABLE, results[3:], strict=True))
-        # One for each argument of `forward`: call, dtype, q, k, v, then the three values and the optional tensors.
-        gradients = [None, None, *gradients, None, None, None, *[learned.get(name) for name in call.names]]
-        return tuple([x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=True)])
-
-
-def attend_straight_through(
-    sources: Sequence[torch.Tensor | None],
-    values: Sequence[torch.Tensor],
-    lengths: Lengths,
-    options: AttentionOptions,
-    dtype: torch.dtype,
-) -> Pair:
-    """Compute attention of checked quantised values, differentiable with respect to `sources` and optional tensors.
-
-    `dtype`: of the backward pass. Raises ValueError if the backend has no kernel for one of the passes.
-    """
-    optional = _not_none(*optional_tensors(lengths, options))
-    with torch.no_grad():
-        if runs_eagerly(*values, *optional):  # refuse now rather than in the backward pass
-            q, k, v = (torch.empty_like(x, dtype=dtype) for x in values)
-            _operator_plan(q, k, v, lengths, options_in_16_bits(options))
-    call = _Unplanned(*without_tensors(lengths, options))
-    return _StraightThrough.apply(call, dtype, *sources, *values, *optional)
-
-
-def wants_grad(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair:
@@ -659,7 +583,7 @@ def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any
         gates: dict[str, Any] = {gate: gate in asked for gate in DIFFERENTIABLE.values() if gate}
         options = options._replace(needs_grad=True, **gates)
         return _apply(q, k, v, lengths, options)
-    if runs_eagerly(*_not_none(q, k, v, *tensors_among(features))):  # in a compiled program
+    if runs_eagerly(*given_tensors(q, k, v, *tensors_among(features))):  # in a compiled program
         return _attention_fwd(q, k, v, packing, *features)
     with below_autograd():
         return _fwd(q, k, v, packing, *features)
@@ -678,6 +602,9 @@ def _attention_bwd_autograd(*arguments: Any) -> Any:
 
 _lib.impl("attention_fwd", _attention_fwd_autograd, "Autograd")
 _lib.impl("attention_bwd", _attention_bwd_autograd, "Autograd")
+
+
+# ---- The entrances ---------------------------------------------------------------------------------------------------
 
 
 def run_plan(
@@ -702,6 +629,8 @@ def run_plan(
             tensors[_STATE_INDEX] = new_rng_state(owners[0].device) if tensors[_STATE_INDEX] is None else None
             present = [x for x in tensors if x is not None]
         addresses = [*addresses[:3], *map(torch.Tensor.data_ptr, present)]
+    elif optional:  # the state of a call without dropout
+        addresses = addresses[:3]
     if plan.problem.needs_grad:
         return _apply_unseen(*owners, plan, return_lse, addresses, *present)
     packing = plan.options.packing
@@ -710,7 +639,7 @@ def run_plan(
     return (pair[0], pair[1]) if return_lse else pair[0]
 
 
-def _sees_operators_only() -> bool:
+def sees_operators_only() -> bool:
     """Return whether a graph is traced or torch.func.vmap is active: both must see operators, which then come to the
     operators' own Autograd kernels."""
     return torch.compiler.is_compiling() or (is_transformed() and not differentiates_forward())
@@ -721,172 +650,8 @@ def attend(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) 
 
     q, k and v are the owners: with `options.packing` some are None.
     """
-    if _sees_operators_only():
+    if sees_operators_only():
         return _fwd(q, k, v, options.packing, *pack(lengths, options))
     if differentiates_forward() or options.needs_grad:
         return _apply(q, k, v, lengths, options)
     return forward(*UNPACK[options.packing](q, k, v), lengths, options)
-
-
-def _is_matrix_aligned(x: torch.Tensor) -> bool:
-    """Return whether one stride is 1, and the other (not 0) and the base address are multiples of 16 bytes.
-
-    TMA holds strides below 2^40 bytes; a matrix of one row may have a longer one.
-    """
-    step = 16 // x.element_size()
-    rows, columns = x.stride()
-    major = rows if columns == 1 and rows % step == 0 else columns if rows == 1 else 0
-    return 0 < major < 2**36 * step and major % step == 0 and x.data_ptr() % 16 == 0
-
-
-def _is_row_major(x: torch.Tensor) -> bool:
-    """Return whether an aligned matrix is read along its second dimension, the one of stride 1."""
-    rows, columns = x.stride()
-    return columns == 1 and rows * x.element_size() % 16 == 0
-
-
-FACTORS = len(MatmulTensors._fields)
-
-
-def _matmul(*arguments: Any) -> torch.Tensor:
-    return _product(MatmulTensors(*arguments[:FACTORS]), None, _matmul_options(arguments[FACTORS:]))
-
-
-def _matmul_out(*arguments: Any) -> None:
-    tensors, out = MatmulTensors(*arguments[:FACTORS]), arguments[FACTORS]
-    check_no_overlap(out, tensors, MatmulTensors._fields)
-    _product(tensors, out, _matmul_options(arguments[FACTORS + 1 :]))
-
-
-def _matmul_options(arguments: Sequence[Any]) -> MatmulOptions:
-    options = MatmulOptions(*arguments)
-    if options.block is None:
-        return options
-    block_m, block_n, block_k = options.block  # a list: the schema has no tuples
-    return options._replace(block=(block_m, block_n, block_k))
-
-
-def _product(tensors: MatmulTensors, out: torch.Tensor | None, options: MatmulOptions) -> torch.Tensor:
-    key, addresses = call_key((*tensors, out), ("product", *options, registry.forced_backend()))
-    plan = find(key)
-    if plan is None:
-        plan = product_plan(tensors, out, key, options)
-    return plan.run(tensors, addresses, out)
-
-
-def product_plan(
-    tensors: MatmulTensors, out: torch.Tensor | None, key: Hashable | None, options: MatmulOptions
-) -> ProductPlan:
-    """Make the plan of a product of checked matrices and store it under `key`."""
-    a, b = tensors.a, tensors.b
-    chosen = registry.resolve_backend(a.device, options.backend)
-    problem = MatmulProblem(
-        chosen.device_type,
-        chosen.arch(a.device),
-        dtype_name(a.dtype),
-        dtype_name(options.compute_dtype),
-        dtype_name(options.out_dtype),
-        a.shape[0],
-        b.shape[1],
-        a.shape[1],
-        options.precision,
-        options.block,
-        options.autotune,
-        _is_matrix_aligned(a) and _is_matrix_aligned(b),
-        (_is_row_major(a), not _is_row_major(b)),
-        None if out is None else _is_matrix_aligned(out) and _is_row_major(out),
-        tensors.bias is not None,
-        options.activation,
-    )
-    variant = options.variant
-    if options.is_backward:
-        variant = registry.variant_or_auto("matmul", chosen, variant, problem)
-    plan = ProductPlan(problem, registry.choose("matmul", problem, chosen, variant), tensors, out)
-    remember(key, plan)
-    return plan
-
-
-def _matmul_fake(a: Any, b: Any, *arguments: Any) -> Any:
-    options = MatmulOptions(*arguments[FACTORS - 2 :])
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=options.out_dtype)
-
-
-def _matmul_autograd(*arguments: Any) -> torch.Tensor:
-    if differentiates_forward() or wants_grad(*arguments[:3]):
-        return _Matmul.apply(*arguments)
-    with below_autograd():
-        return _mm(*arguments)
-
-
-_lib.impl("matmul", _matmul, "CompositeExplicitAutograd")
-_lib.impl("matmul", _matmul_autograd, "Autograd")
-_lib.impl("matmul_out", _matmul_out, "CompositeExplicitAutograd")
-torch.library.register_fake("diyfa::matmul", _matmul_fake, lib=_lib)
-torch.library.register_fake("diyfa::matmul_out", lambda *arguments: None, lib=_lib)
-_mm = torch.ops.diyfa.matmul.default
-_mm_out = torch.ops.diyfa.matmul_out.default
-
-
-def _multiply(tensors: MatmulTensors, options: MatmulOptions) -> torch.Tensor:
-    """Call the operator, or directly the function that it would call."""
-    return (_matmul if runs_eagerly(*tensors.present()) else _mm)(*tensors, *options)
-
-
-def _gradient_before_activation(ctx: Any, dc: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a @ b + bias. gelu and silu compute that sum a second time, by the same kernels."""
-    options: MatmulOptions = ctx.options
-    if options.activation is None:
-        return dc
-    a, b, bias, c = ctx.saved_tensors
-    if options.activation == "relu":
-        return torch.ops.aten.threshold_backward(dc, c, 0.0)
-    options = options._replace(block=None, out_dtype=torch.float32, activation=None, is_backward=True)
-    z = matmul(MatmulTensors(a, b, bias), options)
-    backward = torch.ops.aten.gelu_backward if ctx.options.activation == "gelu" else torch.ops.aten.silu_backward
-    return backward(dc.float(), z)
-
-
-class _Matmul(torch.autograd.Function):
-    """c = activation(a @ b + bias). With dz the gradient of the sum, da = dz @ bᵀ and db = aᵀ @ dz by the same
-    operator, in the inputs' dtype; dbias adds up the rows of dz in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-        tensors, options = MatmulTensors(*arguments[:FACTORS]), MatmulOptions(*arguments[FACTORS:])
-        if tensors.a.dtype == FLOAT8_MATMUL and any(ctx.needs_input_grad):
-            raise ValueError("a product of float8 has no gradient")
-        c, ctx.options = _multiply(tensors, options), options
-        a, b, bias, *_ = tensors
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(a, b, bias, c if options.activation == "relu" else None)
-        return c
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        a, b, *_ = ctx.saved_tensors
-        dz = _gradient_before_activation(ctx, grads[0])
-        options = ctx.options._replace(block=None, out_dtype=a.dtype, activation=None, is_backward=True)
-        needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
-        dbias = dz.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
-        dz = dz.to(a.dtype)
-        da = matmul(MatmulTensors(dz, b.t()), options) if needs_a else None
-        db = matmul(MatmulTensors(a.t(), dz), options) if needs_b else None
-        return (da, db, dbias, None, None, *(None,) * len(options))
-
-
-def matmul(tensors: MatmulTensors, options: MatmulOptions) -> torch.Tensor:
-    """Return the product of checked matrices."""
-    if _sees_operators_only():
-        return _mm(*tensors, *options)
-    if differentiates_forward() or wants_grad(*tensors[:3]):
-        return _Matmul.apply(*tensors, *options)
-    return _multiply(tensors, options)
-
-
-def matmul_out(tensors: MatmulTensors, out: torch.Tensor, options: MatmulOptions) -> torch.Tensor:
-    """Write the product of checked matrices to `out` and return it."""
-    if not _sees_operators_only() and runs_eagerly(out, *tensors.present()):
-        _matmul_out(*tensors, out, *options)
-    else:
-        _mm_out(*tensors, out, *options)
-    return out

@@ -1,8 +1,9 @@
 """The arguments of a call besides q, k and v, as two objects: `Lengths` and `AttentionOptions`.
 
 A public function checks its arguments once and makes both objects. Every later function takes them whole. They are
-named tuples, because every call makes some. `diyfa.features.FEATURES` has one row for each of their fields but
-`packing`. The operators' schema and the facts that decisions depend on come from these rows.
+named tuples, because every call makes some. `diyfa.features.FEATURES`, the table, has one row for each of their fields
+but `packing`, in the order of the operators' schema. From these rows come that schema and the fields of
+`AttentionProblem`, on which backends decide.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class AttentionOptions(NamedTuple):
     window_right: int = -1  # 0: causal
     softcap: float = 0.0
     dropout_p: float = 0.0
-    score_fn: str = ""  # program of the score function (`diyfa.score_functions`)
+    score_fn: str = ""  # program of the score function (`diyfa.score_programs`)
     alibi_slopes: torch.Tensor | None = None
     attn_bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
@@ -118,8 +119,7 @@ MATMUL_SCHEMA = (
 )
 
 
-# `optional_tensors` to `unpack` list the fields in the order of the table, because torch.compile does not trace loops
-# over the table.
+# The next four functions name each field, in the order of the table: torch.compile does not trace loops over the table.
 
 
 def optional_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[torch.Tensor | None, ...]:
@@ -133,7 +133,10 @@ def optional_tensors(lengths: Lengths, options: AttentionOptions) -> tuple[torch
 
 
 def optional_from_arguments(lengths: Lengths, arguments: dict[str, Any]) -> tuple[Any, ...]:
-    """Return all optional tensors of lengths and named arguments, in the order of the table, or () if none is given."""
+    """Return all optional tensors of lengths and named arguments, in the order of the table, or () if none is given.
+
+    `arguments`: those of a public function, which may lack some names.
+    """
     slopes, bias, sinks, state, blocks = (
         arguments.get("alibi_slopes"), arguments.get("attn_bias"), arguments.get("sinks"), arguments.get("rng_state"),
         arguments.get("mask_blocks"),
@@ -177,8 +180,10 @@ def unpack(arguments: Sequence[Any], packing: str = "") -> tuple[Lengths, Attent
 
 
 def problem_fields(lengths: Lengths, options: AttentionOptions) -> dict[str, Any]:
-    """Return the fields of `AttentionProblem` that lengths and options decide, by name. The fields for lengths and the
-    number of sequences are valid for packed sequences only."""
+    """Return the fields of `AttentionProblem` that lengths and options decide, by name.
+
+    `batch`, `seqlen_q` and `seqlen_k` are valid for packed sequences only: otherwise q and k have them.
+    """
     fields = dict(zip(_problem_names, _option_values((*lengths, *options)), strict=True))
     for name, rule, absent in _problem_rules:
         value = fields[name]
@@ -215,7 +220,7 @@ def with_tensors(
 def bind(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> AttentionTensors:
-    """Return the tensors of a call as backends read them."""
+    """Return the tensors of a call as backends read them: some of them as contiguous copies (`Feature.prepared`)."""
     given: Any = {}
     for name, prepared, x in zip(_TENSOR_NAMES, _preparations, optional_tensors(lengths, options), strict=True):
         if x is not None:

@@ -1,11 +1,16 @@
 """Plans: the checks and decisions of a call, made once for all equal calls.
 
 Checks and decisions depend on shapes, strides, dtypes, device, alignment to 16 bytes, wanted gradients, autocast,
-determinism and options. These are the key of a call, and equal calls run by the `Plan` of the first. Only values are
-checked later: other lengths and page tables on the CPU each time, `seq_lens` once for each version of its contents.
+determinism and options. These are the key of a call (`call_key`), and `plans` has the plan of the first call with each
+key. Equal calls run by it: `ops.py` runs a `Plan`, `kvcache_ops.py` a `KVCachePlan`, and a `ProductPlan` runs itself.
+Values of tensors are not in the key, so they are checked besides: `seq_lens` once for each version of its contents,
+packed lengths and page tables that lie on the CPU at each call.
 
 A call has a plan if only eager execution sees it: nothing traces, transforms or profiles it, and its tensors are no
 subclasses. It then bypasses the operators of `ops.py`, whose schema of two dozen arguments costs as much as the launch.
+
+A recording (`recording`) runs calls on tensors without memory, to learn what they would launch. It has plans of its
+own.
 """
 
 from __future__ import annotations
@@ -22,9 +27,15 @@ from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, Matm
 from diyfa.torch_private import is_deterministic, is_unseen
 from diyfa.validation import memory_span
 
-# Runs a call again with other tensors: it replaces addresses in launches that are prepared. Returns None if it cannot.
+# Result of `Kernel.repeat`. It runs a call again with other tensors: it replaces addresses in launches that are
+# prepared. Returns None if it cannot.
 Repeat = Callable[..., Any]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors of other types intercept operations
+
+# Key of a call -> its `Plan`, `KVCachePlan` or `ProductPlan`.
+plans: dict[Hashable, Any] = {}
+LIMIT = 4096  # plans: with changing lengths they would grow without end, so all are dropped then
+_recording = False  # whether a `recording` is open
 
 
 class Plan:
@@ -50,28 +61,26 @@ class Plan:
         self.forward = registry.choose("attention_fwd", problem, backend, variant)
         # A plan holds the names of the optional tensors only, so that it keeps no memory alive.
         self.lengths, self.options, self.names = without_tensors(lengths, options)
-        self.has_run = False
+        self.has_run = False  # whether the forward kernel has been launched
         self.is_recorded = _recording
-        self.repeat: Repeat | None = None  # by `Kernel.repeat`, from the second call on: most plans run once
+        self.repeat: Repeat | None = None  # of the forward, from the second call on: most plans run once
         self.backward_repeats: dict[Hashable, Repeat | None] = {}  # by strides of dout
         self._backward: tuple[AttentionProblem, Kernel] | None = None
         if problem.needs_grad:  # refuse now rather than in the backward pass
             self.backward()
 
     def is_usable(self) -> bool:
-        """Return whether this plan may run now. A recording has plans of its own, and may begin or end between the two
-        passes of a call."""
+        """Return whether this plan may run now: a recording may begin or end between the two passes of a call."""
         return self.is_recorded is _recording
 
     def backward(self, aligned: bool = True) -> tuple[AttentionProblem, Kernel]:
         """Return the problem and the kernel of the backward pass. `aligned` is the problem's `aligned_gradients`."""
         if aligned and self._backward is not None:
             return self._backward
-        problem = self.problem
-        problem = as_backward(problem)
+        problem = as_backward(self.problem)
         if not aligned:  # rare: gradients in a caller's buffers
             problem = problem.replace(aligned_gradients=False)
-        variant = registry.op_variant("attention_bwd", self.backend, self.options.variant, problem)
+        variant = registry.variant_or_auto("attention_bwd", self.backend, self.options.variant, problem)
         choice = problem, registry.choose("attention_bwd", problem, self.backend, variant)
         if aligned:
             self._backward = choice
@@ -93,8 +102,8 @@ class ProductPlan:
             *self._input_sizes, self._out_size = [
                 memory_span(x) * x.element_size() if x.numel() else 0 for x in (*tensors.present(), out)
             ]
-        self.has_run = False
-        self.repeat: Repeat | None = None  # by `Kernel.repeat`, from the second call on
+        self.has_run = False  # whether the kernel has been launched
+        self.repeat: Repeat | None = None  # from the second call on
 
     def may_overlap(self, addresses: Sequence[int]) -> bool:
         """Return whether the memory from the beginning to the end of `out`, the last tensor, meets that of an input."""
@@ -133,12 +142,7 @@ class ProductPlan:
         return c
 
 
-# Key of a call -> its `Plan`, `KVCachePlan` or `ProductPlan`.
-plans: dict[Hashable, Any] = {}
-LIMIT = 4096  # entries: changing lengths would make new ones without end
-
-
-_recording = False
+# ---- Recordings, and calls without a plan
 
 
 def is_described_only(x: torch.Tensor) -> bool:
@@ -160,7 +164,8 @@ def recording() -> Iterator[None]:
 
 
 def runs_eagerly(*tensors: torch.Tensor) -> bool:
-    """Return whether a call with these inputs runs at once: no gradient is wanted, and `is_unseen`."""
+    """Return whether a call with these inputs may bypass the operators: nothing sees it (`is_unseen`), no gradient is
+    wanted, and all are tensors of no subclass whose memory holds their values."""
     if torch.compiler.is_compiling():
         return False
     wants_grad = torch.is_grad_enabled()
@@ -183,6 +188,9 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 def may_be_read(x: Any) -> bool:
     """Return whether x is a tensor whose values may be read at its address."""
     return type(x) in _PLAIN and x.layout is torch.strided and not x.is_neg()
+
+
+# ---- Keys, and the plans under them
 
 
 def call_key(tensors: tuple[Any, ...], scalars: Hashable) -> tuple[Hashable | None, list[int]]:
@@ -224,13 +232,14 @@ def attention_key(
 ) -> tuple[Hashable | None, list[int]]:
     """Return the key of a call of attention and the addresses of its tensors, as `call_key` does.
 
-    `optional` is () if no optional tensor is given; `scalars` may contain these tensors, too.
+    `optional`: all optional tensors and None, or () if none is given. `scalars` may contain these tensors, too.
     """
     if qkv[2] is None:  # the checks refuse it
         return None, []
     if not optional:
         return call_key(qkv, tuple(scalars))
-    # Not None, which is a default: the checks refuse a tensor that is given as a number.
+    # The class stands for a tensor. None would not do, because it is a default: a call with a tensor in place of a
+    # number, which the checks refuse, would have the key of a call without it.
     scalars = [torch.Tensor if isinstance(x, torch.Tensor) else x for x in scalars]
     return call_key((*qkv, *optional), (*scalars, lengths.max_seqlen_q, lengths.max_seqlen_k))
 

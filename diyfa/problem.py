@@ -210,7 +210,7 @@ class AttentionProblem(_AttentionShape, _Problem):
     v_mean: bool = False
     value_dtype: str = ""  # v's, if it differs from `dtype`
     mask: tuple[int, ...] = ()  # (queries, keys) of a block of the block mask, () without one
-    score_fn: str = ""  # program of the score function (`diyfa.score_functions`)
+    score_fn: str = ""  # program of the score function (`diyfa.score_programs`)
     score_grad: bool = False  # a captured tensor of it wants a gradient
 
     @property

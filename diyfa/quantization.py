@@ -54,7 +54,7 @@ def quantize_by_operators(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor
 
 
 def _quantized(x: torch.Tensor, layout: str, scheme: Scheme, kernel: Any) -> Quantized:
-    """Return q, k or v as `Quantized`. x is 4-D in `layout`, or 3-D. `kernel`: of `_kernel`; None: operators."""
+    """Return q, k or v as `Quantized`. x is 4-D in `layout`, or 3-D. `kernel`: the backend's `quantize`, or None."""
     rows = as_bhsd(x if x.dim() == 4 else x[None], layout)
     if rows.numel() == 0:
         shape = {PER_TENSOR: (), PER_HEAD: (rows.shape[0], rows.shape[1] // scheme.group)}.get(scheme.kind)
@@ -68,13 +68,6 @@ def _quantized(x: torch.Tensor, layout: str, scheme: Scheme, kernel: Any) -> Qua
     values, descale, mean = quantize_by_operators(rows, scheme)
     values = as_bhsd(values, layout)
     return Quantized(values if x.dim() == 4 else values[0], descale, mean)
-
-
-def _kernel(x: torch.Tensor, name: str) -> Any:
-    """Return the function of x's backend that quantises, or None."""
-    if torch.compiler.is_compiling() or x.is_meta or (x.device.type == "cpu" and not name):
-        return None
-    return getattr(registry.resolve_backend(x.device, name), "quantize", None)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, int8: bool, straight_through: bool) -> None:
@@ -145,7 +138,7 @@ def quantize(
     kind, chosen = KINDS[per], DTYPES[dtype]
     heads = 0 if q.dim() == 3 else LAYOUTS[layout][1]
     group = q.shape[heads] // k.shape[heads] if kind == PER_HEAD else 1
-    kernel = _kernel(q, backend or registry.forced_backend())
+    kernel = registry.optional_member(q.device, "quantize", backend or "")
     with torch.no_grad():
         q8 = _quantized(q, layout, Scheme(chosen, kind, BLOCK_Q, group, rotate=rotate), kernel)
         k8 = _quantized(k, layout, Scheme(chosen, kind, BLOCK_K, 1, smooth=smooth, rotate=rotate), kernel)

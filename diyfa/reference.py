@@ -21,7 +21,8 @@ from diyfa.keywords import refuse_unknown, without_unknown
 from diyfa.masks import BlockMask
 from diyfa.options import LENGTHS, NO_LENGTHS, UNBOUNDED, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN, KVCacheTensors, NewKeys, as_bhsd
-from diyfa.score_functions import apply_score_function, captured_tensors, score_function
+from diyfa.score_functions import score_function
+from diyfa.score_programs import apply_score_function, captured_tensors
 
 _INF = float("inf")
 Input = torch.Tensor | Quantized

@@ -166,14 +166,15 @@ def resolve_backend(device: torch.device, name: str = "") -> Backend:
     )
 
 
-def optional_member(device: torch.device, name: str) -> Any:
+def optional_member(device: torch.device, name: str, backend: str = "") -> Any:
     """Return a function that backends may have, of the backend for tensors on `device`, or None.
 
-    CPU tensors have none unless a backend is forced, and neither has a traced program.
+    CPU tensors have none unless a `backend` is named or forced, and neither has a traced program.
     """
-    if torch.compiler.is_compiling() or device.type == "meta" or (device.type == "cpu" and not forced_backend()):
+    named = backend or forced_backend()
+    if torch.compiler.is_compiling() or device.type == "meta" or (device.type == "cpu" and not named):
         return None
-    return getattr(resolve_backend(device), name, None)
+    return getattr(resolve_backend(device, backend), name, None)
 
 
 def refusal(backend: Backend, kernel: Kernel, problem: Any) -> str | None:
@@ -207,16 +208,9 @@ def choose(op: str, problem: Any, backend: Backend, variant: str = "auto") -> Ke
     raise ValueError(f"backend {backend.name!r} cannot run this {op}: " + ("; ".join(reasons) or "it has no kernel"))
 
 
-def op_variant(op: str, backend: Backend, variant: str, problem: Any) -> str:
-    """Return the variant of `op` for a call whose `variant` names a forward kernel. The backward pass takes the kernel
-    of the same name if it runs the problem, else any kernel."""
-    if op != "attention_bwd":
-        return variant
-    return variant_or_auto(op, backend, variant, problem)
-
-
 def variant_or_auto(op: str, backend: Backend, variant: str, problem: Any) -> str:
-    """Return `variant` if the kernel of that name runs the problem, else "auto"."""
+    """Return `variant` if the kernel of that name runs the problem, else "auto": for a backward pass, whose call's
+    `variant` names a forward kernel."""
     named = [k for k in _kernels_for_op(backend, op) if k.name == variant]
     return variant if any(refusal(backend, k, problem) is None for k in named) else "auto"
 

@@ -1,6 +1,6 @@
 """Triton code of score functions, for backends whose kernels contain them.
 
-`diyfa.score_functions` defines programs. Three jit functions are made of one:
+`diyfa.score_programs` defines programs. Three jit functions are made of one:
 
 * the function itself;
 * its derivative by the score;
@@ -47,16 +47,7 @@ from hashlib import blake2b
 from importlib import import_module
 from typing import Any
 
-from diyfa.score_functions import (
-    LOAD,
-    OPERATIONS,
-    Line,
-    Operand,
-    Program,
-    load_gradients,
-    programs,
-    slope_program,
-)
+from diyfa.score_programs import LOAD, OPERATIONS, Line, Operand, Program, load_gradients, programs, slope_program
 
 
 @dataclass(frozen=True)

@@ -42,72 +42,58 @@ PACKINGS = ("qkv", "kv")
 class AttentionCase:
     """The description of one attention call; `make_inputs` turns it into tensors.
 
-    `layout` is "bhsd", "bshd", "3d" (B·H, S, D) or "thd". With "thd", sequences of `lens_q` and `lens_k` (default:
-    `lens_q`) rows are packed one after another; they replace `batch`, `seqlen_q` and `seqlen_k`. `slack` more rows
-    follow the last sequence and belong to none; the call's max_seqlen arguments are larger by as much.
-    `view` is the memory layout: "contiguous"; "transposed" (heads and sequence exchanged in memory); "packed" (slices
-    of one QKV projection); "sliced" (cut from larger buffers at odd offsets, so that nothing is aligned). With
-    `packing` "qkv" or "kv" the call takes the packed tensor and returns one gradient for it (layouts "bshd" and "thd").
-
-    `bias` is the shape of attn_bias: "b", "h", "q", "k" for full dimensions, "1" for broadcast ones ("11qk", "qk").
-    `bias_scale` multiplies it, `bias_grad` asks for its gradient. `alibi` is "h" or "bh"; `slopes`, repeated over its
-    heads, replace random ones. `sink_offset` is added to the sinks. `mask` is a block mask of random bits:
-    "shape:block size:density", the shape of its samples and heads in letters as for `bias`, the block "64", "128" or
-    "64x128", the density of blocks and, in partial blocks, of bits.
-    `score_fn` is the score function `diyfa.features.SCORE_EXAMPLE`, with a captured tensor that has a gradient.
-    `dropout_p` comes with an rng_state drawn from `seed`; `dropout_origins` adds origins in a larger problem.
-
-    Without packing, `rise` (nats) is added to the scores: nothing at the first key, all of it at the last. Each of
-    `peaks`, (position, nats), is added to the scores of one key: position 0 is the first key of its sequence, 1 the
-    last. Every `peaked_rows`-th query has both. `spread` multiplies all other features of q and k.
-
-    A `nudge` other than 0 changes every drawn number by up to 1/32 of itself, so that rounding errors of the same size
-    are drawn anew. Without `lse_gradient` the lse's gradient is 0; then delta cancels dout * v in a row with one
-    dominant key. Memory beyond `seq_lens` and beyond the last packed sequence holds NaN. `large` cases are left out if
-    kernels run in an interpreter.
+    Memory beyond `seq_lens` and beyond the last packed sequence holds NaN. Shapes in letters name full dimensions: "b",
+    "h", "q" and "k"; "1" is a broadcast one.
     """
 
     name: str
     batch: int = 1
     heads: int = 2
-    heads_kv: int = 0  # 0: heads
+    heads_kv: int = 0  #: 0: heads
     seqlen_q: int = 64
-    seqlen_k: int = -1  # -1: seqlen_q
+    seqlen_k: int = -1  #: -1: seqlen_q
     head_dim: int = 32
-    head_dim_v: int = 0  # 0: head_dim
+    head_dim_v: int = 0  #: 0: head_dim
     dtype: str = "float16"
-    layout: str = "bhsd"
+    layout: str = "bhsd"  #: "bhsd", "bshd", "3d" (B·H, S, D), or "thd": packed sequences
+    #: Memory layout: "contiguous"; "transposed" (heads and sequence exchanged); "packed" (slices of one projection);
+    #: "sliced" (cut from larger buffers at odd offsets, so that nothing is aligned).
     view: str = "contiguous"
-    packing: str = ""
+    packing: str = ""  #: "qkv", "kv": the call takes the packed tensor and returns one gradient for it ("bshd", "thd")
+    #: Lengths of packed sequences, in place of batch, seqlen_q and seqlen_k.
     lens_q: tuple[int, ...] | None = None
-    lens_k: tuple[int, ...] | None = None
-    slack: int = 0
+    lens_k: tuple[int, ...] | None = None  #: None: lens_q
+    slack: int = 0  #: rows behind the last packed sequence, which belong to none; the call's max_seqlen count them
     causal: bool = False
     sm_scale: float | None = None
     seq_lens: tuple[int, ...] | None = None
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
-    alibi: str = ""
-    slopes: tuple[float, ...] = ()
-    bias: str = ""
-    bias_dtype: str = ""  # "": dtype
+    alibi: str = ""  #: "h" or "bh"
+    slopes: tuple[float, ...] = ()  #: in place of random ones, repeated over the heads
+    bias: str = ""  #: shape of attn_bias in letters, such as "11qk" or "qk"
+    bias_dtype: str = ""  #: "": dtype
     bias_grad: bool = True
     bias_scale: float = 1.0
+    #: A block mask of random bits, "shape:block size:density": the shape of its samples and heads in letters, the block
+    #: "64", "128" or "64x128", and the density of blocks and, in partial blocks, of bits.
     mask: str = ""
-    score_fn: bool = False
+    score_fn: bool = False  #: `diyfa.features.SCORE_EXAMPLE`, with a captured tensor that has a gradient
     sinks: bool = False
-    sink_offset: float = 0.0
-    rise: float = 0.0
+    sink_offset: float = 0.0  #: added to the sinks
+    # The next four shape the scores of q and k that are not packed.
+    rise: float = 0.0  #: nats that are added to a query's scores: nothing at the first key, all of it at the last
+    #: (position, nats) that are added at one key; position 0 is the first key of its sequence, 1 the last.
     peaks: tuple[tuple[float, float], ...] = ()
-    peaked_rows: int = 1
-    spread: float = 1.0
-    lse_gradient: bool = True
-    dropout_p: float = 0.0
-    dropout_origins: bool = False
-    all_variants: bool = False  # to be run on every kernel, not only the preferred one
-    large: bool = False
+    peaked_rows: int = 1  #: every so many queries have the rise and the peaks
+    spread: float = 1.0  #: factor of all other features of q and k
+    lse_gradient: bool = True  #: False: 0, so that delta cancels dout * v in a row with one dominant key
+    dropout_p: float = 0.0  #: with an rng_state drawn from `seed`
+    dropout_origins: bool = False  #: the mask is that of a block of a larger problem
+    all_variants: bool = False  #: to be run on every kernel, not only the preferred one
+    large: bool = False  #: left out if kernels run in an interpreter
     seed: int = 0
-    nudge: int = 0
+    nudge: int = 0  #: not 0: changes each drawn number by up to 1/32 of itself, so that rounding errors are drawn anew
 
     def __post_init__(self) -> None:
         if (self.layout == VARLEN) != (self.lens_q is not None):

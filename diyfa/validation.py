@@ -22,14 +22,13 @@ from diyfa.features import ATTENTION_DTYPES as ATTENTION_DTYPES
 from diyfa.features import Sizes
 from diyfa.keywords import BOOLEAN_MASK
 from diyfa.masks import BlockMask
-from diyfa.options import ACTIVATIONS, CHECKED_TENSORS, AttentionOptions, Lengths
+from diyfa.options import CHECKED_TENSORS, AttentionOptions, Lengths
 from diyfa.problem import LAYOUTS, VARLEN
 from diyfa.problem import dtype_name as dtype_name
-from diyfa.score_functions import MAX_TENSORS, score_function, why_not_differentiable
+from diyfa.score_functions import score_function
+from diyfa.score_programs import MAX_TENSORS, why_not_differentiable
 from diyfa.torch_private import unbatched
 
-MATMUL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-FLOAT8_MATMUL = torch.float8_e4m3fn
 MAX_HEAD_DIM = 576  # of q and k: multi-head latent attention joins 512 latent and 64 rotary features
 MAX_HEAD_DIM_V = 512
 # int and float come first, so that nearly every check is short. Real covers NumPy's scalars, the last two tracing.
@@ -320,14 +319,14 @@ def check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Len
         assert lengths.cu_seqlens_q is not None, "checked above"
         batch, heads = lengths.cu_seqlens_q.shape[0] - 1, q.shape[1]
         return {
-            "b": batch, "h": heads, "g": k.shape[1], "q": lengths.max_seqlen_q, "k": lengths.max_seqlen_k,
-            "d": k.shape[2], "e": v.shape[2],
+            "B": batch, "H": heads, "Hk": k.shape[1], "Sq": lengths.max_seqlen_q, "Sk": lengths.max_seqlen_k,
+            "D": k.shape[2], "Dv": v.shape[2],
         }  # fmt: skip
     check_qkv(q, k, v, LAYOUTS[layout])
     b, h, s, d = LAYOUTS[layout]
     return {
-        "b": q.shape[b], "h": q.shape[h], "g": k.shape[h], "q": q.shape[s], "k": k.shape[s], "d": k.shape[d],
-        "e": v.shape[d],
+        "B": q.shape[b], "H": q.shape[h], "Hk": k.shape[h], "Sq": q.shape[s], "Sk": k.shape[s], "D": k.shape[d],
+        "Dv": v.shape[d],
     }  # fmt: skip
 
 
@@ -417,88 +416,6 @@ def check_batch_invariant(lengths: Lengths, options: dict[str, Any]) -> None:
     }  # fmt: skip
     if refused := [name for name, is_used in used_options.items() if is_used]:
         raise ValueError(f"diyfa.batch_invariant() takes no {', '.join(refused)}: a cache has nothing like it to equal")
-
-
-def check_matmul(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Check that a is (M, K) and b (K, N), of one supported dtype on one device."""
-    check_tensors(a=a, b=b)
-    if a.dim() != 2 or b.dim() != 2:
-        raise ValueError(f"Expected 2D tensors, got a {_shape(a)} and b {_shape(b)}")
-    if a.dtype not in MATMUL_DTYPES and a.dtype != FLOAT8_MATMUL:
-        raise TypeError(f"Unsupported dtype {a.dtype}: expected float16, bfloat16, float32 or float8_e4m3fn")
-    if b.dtype != a.dtype:
-        raise TypeError(f"dtypes must match: a is {a.dtype}, b is {b.dtype}")
-    check_same_device(a, "a", b=b)
-    if a.shape[1] != b.shape[0]:
-        raise ValueError(f"Incompatible dimensions: a is {_shape(a)}, b is {_shape(b)}; a.shape[1] must be b.shape[0]")
-
-
-def check_blocks(blocks: tuple[int | None, int | None, int | None], sizes: tuple[int, int, int]) -> None:
-    """Check that no tile size is given or all three, each a power of two from 16 on and not beyond its dimension."""
-    is_given = [x is not None for x in blocks]
-    if not any(is_given):
-        return
-    if not all(is_given):
-        raise ValueError(f"block_m, block_n and block_k must be given together, got {blocks}")
-    for name, block, size in zip(("block_m", "block_n", "block_k"), blocks, sizes, strict=True):
-        if not isinstance(block, int) or isinstance(block, bool):
-            raise TypeError(f"{name} must be an int, got {type(block).__name__}")
-        if block <= 0:
-            raise ValueError(f"{name} must be positive, got {block}")
-        if block > size:
-            raise ValueError(f"{name}={block} exceeds the matrix dimension {size}")
-        if block < 16 or block & (block - 1):
-            raise ValueError(f"{name} must be a power of two of at least 16, got {block}")
-
-
-def check_epilogue(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> None:
-    """Check that bias is (N,) of a supported dtype on a's device, and that the activation is one of ACTIVATIONS."""
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be None, {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
-    if bias is None:
-        return
-    check_tensors(bias=bias)
-    if bias.shape != (b.shape[1],):
-        raise ValueError(f"bias must have shape ({b.shape[1]},), one number for each column of b, got {_shape(bias)}")
-    if bias.dtype not in MATMUL_DTYPES:
-        raise TypeError(f"Unsupported dtype {bias.dtype} of bias: expected float16, bfloat16 or float32")
-    check_same_device(a, "a", bias=bias)
-
-
-def check_descales(
-    a: torch.Tensor, b: torch.Tensor, a_descale: torch.Tensor | None, b_descale: torch.Tensor | None
-) -> None:
-    """Check that descales belong to float8, and are float32: one number, or one for each row of a or column of b."""
-    m, n = a.shape[0], b.shape[1]
-    for name, x, shapes in (("a_descale", a_descale, ((m,), (m, 1))), ("b_descale", b_descale, ((n,), (1, n)))):
-        if x is None:
-            continue
-        if a.dtype != FLOAT8_MATMUL:
-            raise ValueError(f"{name} belongs to float8_e4m3fn, a is {a.dtype}")
-        check_tensors(**{name: x})
-        if x.dtype != torch.float32:
-            raise TypeError(f"{name} must be float32, got {x.dtype}")
-        if x.shape not in {(), (1,), (1, 1), *shapes}:
-            raise ValueError(f"{name} must have one number or shape {shapes[0]} or {shapes[1]}, got {_shape(x)}")
-        check_same_device(a, "a", **{name: x})
-
-
-def check_product_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
-    """Check that out is (M, N) of `dtype` on a's device, with memory of its own for each element."""
-    check_tensors(out=out)
-    if out.shape != (a.shape[0], b.shape[1]):
-        raise ValueError(f"out must have shape {(a.shape[0], b.shape[1])}, got {_shape(out)}")
-    if out.dtype != dtype:
-        raise TypeError(f"out must be {dtype}, as out_dtype says, got {out.dtype}")
-    check_same_device(a, "a", out=out)
-    if not torch.compiler.is_compiling() and out.is_neg():
-        raise ValueError("out must hold its numbers themselves, got a view that negates them, such as x.conj().imag")
-    (rows, columns), (row, column) = out.shape, out.stride()
-    repeats = (rows > 1 and row < 1) or (columns > 1 and column < 1)
-    if rows > 1 and columns > 1:  # a traced tensor has symbolic sizes, which cannot be sorted
-        repeats = repeats or (column < row * rows if row < column else row < column * columns)
-    if repeats and out.numel():
-        raise ValueError(f"out must not overlap itself, got shape {_shape(out)} with strides {out.stride()}")
 
 
 def check_no_overlap(out: torch.Tensor, inputs: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from diyfa.eight_bits import EIGHT_BIT_DTYPES, WEIGHT_SHIFT, Quantized
 from diyfa.features import dtype_name
 from diyfa.options import AttentionOptions, Lengths
 from diyfa.reference import Input, attention_by, captured_among, score_positions, within_sequences
-from diyfa.score_functions import apply_score_function
+from diyfa.score_programs import apply_score_function
 
 _INF = float("inf")
 LOG2E, LN2 = log2(e), log(2)

@@ -17,7 +17,7 @@ from diyfa.backends.cpu.tiles import INF, Call, row_products, without_autocast
 from diyfa.backends.cpu.varlen import sequences
 from diyfa.features import GRADIENTS
 from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors, as_bhsd
-from diyfa.score_functions import MAX_TENSORS
+from diyfa.score_programs import MAX_TENSORS
 
 
 def _delta(call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None):
@@ -42,13 +42,9 @@ def _add_to_bias_gradient(call: Call, dbias: torch.Tensor, ds: torch.Tensor, m0:
 
 
 def _backward(
-    call: Call,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
+    call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
     gradients: AttentionGradients,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor]:  # fmt: skip
     """Fill the gradients of one call, except those in `ADDED`. Return these unrounded."""
     problem, tensors, config = call.problem, call.tensors, attention_config(call.problem)
     dq_rows, dk_rows, dv_rows = (as_bhsd(x, problem.layout) for x in gradients[:3])
@@ -119,14 +115,9 @@ def _backward(
 
 @without_autocast
 def backward(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    gradients: AttentionGradients,
-) -> None:
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+    dlse: torch.Tensor | None, gradients: AttentionGradients,
+) -> None:  # fmt: skip
     """Fill the gradients of q, k and v, and the requested ones of optional tensors."""
     totals: dict[str, torch.Tensor] = {}
     if not problem.varlen:

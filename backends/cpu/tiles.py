@@ -17,7 +17,7 @@ from diyfa.block_lists import visible_pairs
 from diyfa.dropout import Words, drop_threshold, element_levels, keys_from_state, position_words
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BITS, dequantised
 from diyfa.problem import AttentionProblem, AttentionTensors, as_bhsd
-from diyfa.score_functions import apply_score_function, captured_tensors, score_function_gradients
+from diyfa.score_programs import apply_score_function, captured_tensors, score_function_gradients
 
 INF = float("inf")
 

@@ -11,7 +11,7 @@ import torch
 from diyfa.backends.cpu.tiles import Call, dropout_keys
 from diyfa.features import for_sample
 from diyfa.problem import AttentionProblem, AttentionTensors
-from diyfa.score_functions import single_sample
+from diyfa.score_programs import single_sample
 
 
 class Sequence(NamedTuple):

@@ -1,4 +1,13 @@
-"""`context_parallel_attention`: one attention call over a sequence that is sharded over several devices."""
+"""`context_parallel_attention`: one attention call over a sequence that is sharded over several devices.
+
+    context_parallel_attention -> _attend -> agreed_call -> plan_of -> _ContextParallel -> forward, backward
+    inside a compiled graph    -> `compiled.attend`: an operator that calls agreed_call, plan_of and forward
+
+1. `agreed_call`: each rank checks its arguments (`checked_call`), and all compare them. The first rank's method runs.
+2. `plan_of`: the method "ring" is a ring; "ulysses" is one attention call between two exchanges of rows for heads;
+   "both" is a ring between these exchanges.
+3. `forward` and `backward` run the plan without autograd; `_ContextParallel` is their autograd function.
+"""
 
 from __future__ import annotations
 
@@ -39,67 +48,6 @@ METHODS = ("auto", "ring", "ulysses", "both")
 # whose first rank's state replaces it.
 INTERNAL = ("gradients", "mask_origin", "was_drawn", "state_groups")
 Sharding = tuple[Offsets, tuple[Segments, ...]]  # offsets of the unsharded sequences, and each rank's segments of them
-
-
-def _local_lengths(segments: Segments, n_sequences: int, device: torch.device) -> Lengths:
-    """Return the packed lengths of this rank's rows."""
-    lens = [0] * n_sequences
-    rows_before = 0  # packed rows before the first sequence
-    for segment in segments:
-        if segment.sequence >= 0:
-            lens[segment.sequence] += segment.rows
-        elif not sum(lens):
-            rows_before += segment.rows
-    offsets = torch.tensor([0, *lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32) + rows_before
-    return Lengths(*(offsets.to(device),) * 2, None, *(max(lens, default=0),) * 2)
-
-
-def _cheapest(
-    qkv: tuple[torch.Tensor, ...],
-    group: dist.ProcessGroup,
-    sharding: Sharding,
-    options: AttentionOptions,
-) -> str:
-    """Return the method that "auto" takes for one group."""
-    if options.alibi_slopes is not None or options.batch_invariant:
-        return "ulysses"
-    q, k, v = qkv
-    offsets, segments = sharding
-    rows, heads = row_dim(options.layout), head_dim(options.layout)
-    window = normalised((options.window_left, options.window_right), offsets[-1])
-    work = cost.Work(
-        dist.get_world_size(group), 1 if options.layout == VARLEN else q.shape[0], q.shape[heads], k.shape[heads],
-        q.shape[rows], q.shape[-1], v.shape[-1], q.element_size(), cost.visible_fraction(offsets, window),
-        options.needs_grad, len(ring_steps(segments, dist.get_rank(group), window, options.layout == VARLEN)),
-    )  # fmt: skip
-    arch = registry.resolve_backend(q.device, options.backend).arch(q.device)
-    return cost.cheapest(work, cost.machine_for(arch, group))
-
-
-def _chosen(
-    method: str,
-    groups: tuple[dist.ProcessGroup, ...],
-    qkv: tuple[torch.Tensor, ...],
-    sharding: Sharding,
-    options: AttentionOptions,
-) -> str:
-    """Return the method that runs.
-
-    Raises:
-        ValueError: there is no such method, or it cannot run on these groups with so many heads.
-    """
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    is_2d = len(groups) == 2
-    if method == "auto":
-        method = "both" if is_2d else _cheapest(qkv, groups[0], sharding, options)
-    if is_2d != (method == "both"):
-        dimensions = "one dimension" if is_2d else "two dimensions, (ring, ulysses)"
-        raise ValueError(f"method {method!r} needs a group of {dimensions}, got a group of {len(groups)}")
-    reason = ulysses.refuses(qkv[0].shape[head_dim(options.layout)], dist.get_world_size(groups[-1]))
-    if method != "ring" and reason:
-        raise ValueError(f"method {method!r} cannot run: {reason}")
-    return method
 
 
 @without_unknown
@@ -192,6 +140,24 @@ class _OutsideGraphs:
         return self.run(*arguments)
 
 
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, arguments: dict[str, Any]) -> Any:
+    """Run `context_parallel_attention` with its options by name."""
+    if any(validation.is_dtensor(x) for x in (q, k, v)):
+        from diyfa.distributed.dtensor import with_local_tensors
+
+        return with_local_tensors(_attend, (q, k, v), group, kernel_layout(arguments), arguments)
+    groups = process_groups(group)
+    call = agreed_call(q, k, v, groups, arguments)
+    out, lse = _ContextParallel.apply(plan_of(call, groups), arguments["return_lse"], *call.qkv, arguments["sinks"])
+    return out if lse is None else (out, lse)
+
+
+_outside_graphs = _OutsideGraphs(_attend)
+
+
+# ---- The call: checked, and the same on all ranks --------------------------------------------------------------------
+
+
 class _Call(NamedTuple):
     """The checked arguments of one rank's call."""
 
@@ -202,7 +168,14 @@ class _Call(NamedTuple):
     mask_origin: tuple[int, int] = (0, 0)  # index in dropout's mask of this rank's first sample and query head
 
 
-def described_call(
+def kernel_layout(arguments: dict[str, Any]) -> str:
+    """Return the layout of the kernels' tensors. Raises ValueError if there is no such layout."""
+    if arguments["layout"] not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {arguments['layout']!r}")
+    return VARLEN if arguments["cu_seqlens"] is not None else arguments["layout"]
+
+
+def checked_call(
     qkv: tuple[torch.Tensor, ...], groups: tuple[dist.ProcessGroup, ...], arguments: dict[str, Any]
 ) -> _Call:
     """Check every argument and return the call. No rank waits for another here."""
@@ -228,27 +201,8 @@ def described_call(
         raise ValueError(f"context_parallel_attention takes no {q.dtype}: partial results of float8 are not merged")
     options = checked_options(q, k, v, lengths, kernel_options | {"layout": layout})
     sharding = offsets, segments
-    chosen = _chosen(arguments["method"], groups, qkv, sharding, options)
+    chosen = _chosen_method(arguments["method"], groups, qkv, sharding, options)
     return _Call(qkv, sharding, options, chosen, arguments.get("mask_origin", (0, 0)))
-
-
-def kernel_layout(arguments: dict[str, Any]) -> str:
-    """Return the layout of the kernels' tensors. Raises ValueError if there is no such layout."""
-    if arguments["layout"] not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {arguments['layout']!r}")
-    return VARLEN if arguments["cu_seqlens"] is not None else arguments["layout"]
-
-
-def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, arguments: dict[str, Any]) -> Any:
-    """Run `context_parallel_attention` with its options by name."""
-    if any(validation.is_dtensor(x) for x in (q, k, v)):
-        from diyfa.distributed.dtensor import with_local_tensors
-
-        return with_local_tensors(_checked, (q, k, v), group, kernel_layout(arguments), arguments)
-    groups = process_groups(group)
-    call = agreed_call(q, k, v, groups, arguments)
-    out, lse = _ContextParallel.apply(plan_of(call, groups), arguments["return_lse"], *call.qkv, arguments["sinks"])
-    return out if lse is None else (out, lse)
 
 
 def agreed_call(
@@ -259,7 +213,7 @@ def agreed_call(
     try:  # a rank that refuses its arguments must tell the others, or they would wait for it
         validation.check_tensors(q=q, k=k, v=v)
         q, k, v = autocast(q, k, v)
-        call = described_call((q, k, v), groups, arguments)
+        call = checked_call((q, k, v), groups, arguments)
     except Exception as error:
         refusal = error
     gradients = arguments.get("gradients") or required_gradients(q, k, v, arguments["sinks"])
@@ -289,7 +243,58 @@ def with_first_ranks_state(call: _Call, groups: tuple[dist.ProcessGroup, ...], a
     return call._replace(options=call.options._replace(rng_state=state))
 
 
-_outside_graphs = _OutsideGraphs(_checked)
+# ---- The method ------------------------------------------------------------------------------------------------------
+
+
+def _chosen_method(
+    method: str,
+    groups: tuple[dist.ProcessGroup, ...],
+    qkv: tuple[torch.Tensor, ...],
+    sharding: Sharding,
+    options: AttentionOptions,
+) -> str:
+    """Return the method that runs.
+
+    Raises:
+        ValueError: there is no such method, or it cannot run on these groups with so many heads.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    is_2d = len(groups) == 2
+    if method == "auto":
+        method = "both" if is_2d else _fastest_method(qkv, groups[0], sharding, options)
+    if is_2d != (method == "both"):
+        dimensions = "one dimension" if is_2d else "two dimensions, (ring, ulysses)"
+        raise ValueError(f"method {method!r} needs a group of {dimensions}, got a group of {len(groups)}")
+    reason = ulysses.refuses(qkv[0].shape[head_dim(options.layout)], dist.get_world_size(groups[-1]))
+    if method != "ring" and reason:
+        raise ValueError(f"method {method!r} cannot run: {reason}")
+    return method
+
+
+def _fastest_method(
+    qkv: tuple[torch.Tensor, ...],
+    group: dist.ProcessGroup,
+    sharding: Sharding,
+    options: AttentionOptions,
+) -> str:
+    """Return the method that "auto" takes for one group: the one that is predicted to be faster."""
+    if options.alibi_slopes is not None or options.batch_invariant:
+        return "ulysses"
+    q, k, v = qkv
+    offsets, segments = sharding
+    rows, heads = row_dim(options.layout), head_dim(options.layout)
+    window = normalised((options.window_left, options.window_right), offsets[-1])
+    work = cost.Work(
+        dist.get_world_size(group), 1 if options.layout == VARLEN else q.shape[0], q.shape[heads], k.shape[heads],
+        q.shape[rows], q.shape[-1], v.shape[-1], q.element_size(), cost.visible_fraction(offsets, window),
+        options.needs_grad, len(ring_steps(segments, dist.get_rank(group), window, options.layout == VARLEN)),
+    )  # fmt: skip
+    arch = registry.resolve_backend(q.device, options.backend).arch(q.device)
+    return cost.cheapest(work, cost.machine_for(arch, group))
+
+
+# ---- The plan, and both passes ---------------------------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):
@@ -345,6 +350,19 @@ def _ring(
     separate_blocks = options.rng_state is not None
     steps = ring_steps(segments, dist.get_rank(group), window, options.layout == VARLEN, separate_blocks)
     return Ring(group, steps, options._replace(sinks=None), mask_origin)
+
+
+def _local_lengths(segments: Segments, n_sequences: int, device: torch.device) -> Lengths:
+    """Return the packed lengths of this rank's rows."""
+    lens = [0] * n_sequences
+    rows_before = 0  # packed rows before the first sequence
+    for segment in segments:
+        if segment.sequence >= 0:
+            lens[segment.sequence] += segment.rows
+        elif not sum(lens):
+            rows_before += segment.rows
+    offsets = torch.tensor([0, *lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32) + rows_before
+    return Lengths(*(offsets.to(device),) * 2, None, *(max(lens, default=0),) * 2)
 
 
 def forward(plan: _Plan, qkv: Sequence[torch.Tensor], with_lse: bool = True) -> tuple[Any, ...]:

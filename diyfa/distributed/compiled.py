@@ -134,7 +134,7 @@ def _fwd_fake(q: Any, k: Any, v: Any, *rest: Any) -> Any:
 def _bwd(dout: Any, dlse: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
     tensors, (out, lse, kept, *options) = rest[: len(TENSORS)], rest[len(TENSORS) :]
     groups, arguments = _unpacked((*tensors, *options))
-    call = attention.described_call((q, k, v), groups, arguments | {"method": _method(q, groups, arguments)})
+    call = attention.checked_call((q, k, v), groups, arguments | {"method": _method(q, groups, arguments)})
     call = attention.with_first_ranks_state(call, groups, arguments)
     call = call._replace(options=call.options._replace(batch_invariant=False))  # it concerns the forward pass only
     plan = attention.plan_of(call, groups)

@@ -12,10 +12,11 @@ adds its contribution to them, and a last hop brings them to the shard's owner. 
 pass, given the final output and log-sum-exp. With these p = exp(s - lse) are the weights of the whole row, so the
 gradients of the steps are just added.
 
-Common key, for float32 inputs: a log-sum-exp L has an error of L·2**-24, and so have the merge weights and the output.
-delta = rowsum(dout * out) then no longer fits the p of the backward pass, and a row of dS no longer sums to zero. In
-dq = dS k the rest is multiplied by the vector that all keys have in common. Softmax does not depend on that vector, but
-L does, so the ring subtracts it from the keys first (`common_key`).
+Common key, for float32 inputs: keys may have a large vector in common. Softmax does not depend on it, but each
+log-sum-exp L grows with it, and L has an error of L·2**-24. So have the merge weights and the output. Then
+delta = rowsum(dout * out) does not fit the weights p of the backward pass, and a row of dS sums to a small number
+instead of zero. dq = dS k contains that number times the common vector. So the ring subtracts the vector from the keys
+first (`common_key`), and adds its part to the returned log-sum-exp.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class _Transfer:
 
 
 def _lengths(call: Call, device: torch.device) -> Lengths:
-    """Return the packed lengths of one call, or NO_LENGTHS. The copy of the offsets to the device is asynchronous."""
+    """Return the packed lengths of one call, or NO_LENGTHS. The copy of the offsets to `device` is asynchronous."""
     if not call.offsets_q:
         return NO_LENGTHS
     both = call.offsets_q, call.offsets_k
@@ -190,7 +191,7 @@ def ring_forward(
         transfer = _Transfer(ring.group, [(following.shift - step.shift, current_kv)]) if following else None
         try:
             forward_step(ring, step, q, current_kv, sinks, merged)
-        finally:  # if the kernels refuse the call, which they do on every rank, no message stays for the next call
+        finally:  # kernels refuse a call on all ranks alike: receive here, too, so that no message meets the next call
             if transfer:
                 (current_kv,) = transfer.wait()
     out, lse = merged.result()

@@ -8,7 +8,7 @@ bound is negative.
 
 Adjacent blocks without a mask are joined. So a causal zigzag takes one call a step: all queries with the first half of
 the keys, or the second half of the queries with all keys. Blocks of packed sequences with equal masks are one packed
-call; rows between them become sequences without keys, and keys between them sequences without queries.
+call. Rows between two of its blocks become a sequence without keys, and keys between them one without queries.
 
 Dropout needs the position of each call's rows and keys in their sequence. So with `separate_blocks` no blocks are
 joined; only segments of a rank that are adjacent in their sequence are.
@@ -142,7 +142,8 @@ def score_blocks(
     by_sequence = _by_sequence(keys)
     for sequence, query_segments in _by_sequence(queries).items():
         key_segments = by_sequence.get(sequence, [])
-        # The rank's own segments ascend by position, so a causal mask on the shard's rows is the right one.
+        # On its own keys a rank needs one block: its segments ascend by position, so the causal mask by rows of the
+        # shard is the one by positions.
         if query_segments == key_segments and window == (-1, 0) and (len(query_segments) == 1 or not separate_blocks):
             rows = query_segments[0][1], query_segments[-1][1] + query_segments[-1][0].rows
             start = query_segments[0][0].start
@@ -155,7 +156,7 @@ def score_blocks(
 
 
 def _packed(blocks: list[Block]) -> Call:
-    """Return one packed call of blocks that ascend in rows and keys."""
+    """Return one packed call of blocks with equal masks, each of which follows the one before in rows and in keys."""
     first, last = blocks[0], blocks[-1]
     offsets_q, offsets_k, origins = [0], [0], []
     for block in blocks:
@@ -185,12 +186,12 @@ def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
     calls = []
     in_order = sorted(blocks, key=lambda block: (not block.has_diagonal, block.window, block.queries, block.keys))
     for _, group in groupby(in_order, lambda block: (block.has_diagonal, block.window)):
-        ascending: list[list[Block]] = []
+        ascending: list[list[Block]] = []  # chains of blocks, each of them one call
         for block in group:
             for chain in ascending:
                 last = chain[-1]
                 gap_rows, gap_keys = block.queries[0] - last.queries[1], block.keys[0] - last.keys[1]
-                # A row of a sequence without keys would still add the sink: own blocks leave no rows between them.
+                # Rows between two blocks would add the sink, too. So blocks that add it must leave none.
                 if gap_keys >= 0 and (gap_rows == 0 if block.has_diagonal else gap_rows >= 0):
                     chain.append(block)
                     break

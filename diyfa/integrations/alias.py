@@ -141,13 +141,12 @@ def _normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-class _AliasFinder(MetaPathFinder):
-    """Finds a package's modules and its distribution, nothing else."""
+class AliasHandle(MetaPathFinder):
+    """The handle of an alias; `remove()` undoes it. It finds the package's modules and its distribution only."""
 
     def __init__(self, package: Package, version: str) -> None:
         self.package = package
-        self.version = version
-        self.handle = AliasHandle(self)
+        self.version = version  #: the version that the alias reports
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -171,26 +170,14 @@ class _AliasFinder(MetaPathFinder):
         if context.name is None or _normalised(context.name) == _normalised(self.package.distribution):
             yield _AliasDistribution(self.package, self.version)
 
-
-class AliasHandle:
-    """The handle of an alias; `remove()` undoes it."""
-
-    def __init__(self, finder: _AliasFinder) -> None:
-        self._finder = finder
-
-    @property
-    def version(self) -> str:
-        """The version that the alias reports."""
-        return self._finder.version
-
     @property
     def active(self) -> bool:
-        return self._finder in sys.meta_path
+        return self in sys.meta_path
 
     @property
     def imported(self) -> list[str]:
         """The modules that were imported through the alias."""
-        return [n for n, module in sys.modules.items() if _is_ours(self._finder.package, n, module)]
+        return [n for n, module in sys.modules.items() if _is_ours(self.package, n, module)]
 
     def remove(self) -> None:
         """Remove the alias and the modules made through it. A second call does nothing.
@@ -198,7 +185,7 @@ class AliasHandle:
         Names that a program has imported from these modules stay bound.
         """
         if self.active:
-            sys.meta_path.remove(self._finder)
+            sys.meta_path.remove(self)
             for name in self.imported:
                 del sys.modules[name]
 
@@ -210,10 +197,8 @@ def _is_ours(package: Package, name: str, module: ModuleType) -> bool:
 
 def active_alias(package: Package) -> AliasHandle | None:
     """Return the handle of the package's alias if it is on, else None."""
-    for finder in sys.meta_path:
-        if isinstance(finder, _AliasFinder) and finder.package is package:
-            return finder.handle
-    return None
+    handles = (finder for finder in sys.meta_path if isinstance(finder, AliasHandle))
+    return next((handle for handle in handles if handle.package is package), None)
 
 
 def _alias(package: Package, version: str) -> AliasHandle:
@@ -231,9 +216,9 @@ def _alias(package: Package, version: str) -> AliasHandle:
     ]  # fmt: skip
     if imported:
         raise RuntimeError(f"{name} is imported already ({min(imported)}): call {package.function} before that")
-    finder = _AliasFinder(package, version)
-    sys.meta_path.insert(0, finder)
-    return finder.handle
+    handle = AliasHandle(package, version)
+    sys.meta_path.insert(0, handle)
+    return handle
 
 
 def alias_flash_attn(version: str = "2.8.3") -> AliasHandle:

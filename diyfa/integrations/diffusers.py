@@ -11,9 +11,8 @@ from contextlib import ExitStack
 
 import torch
 
-from diyfa.integrations.eager_attention import attend, attend_in_eight_bits, checked_quantize, top_left_causal
+from diyfa.integrations.eager_attention import attend, attend_in_eight_bits, checked_quantize, visible_keys
 from diyfa.integrations.seams import Handle, active_handle, record, switch_on
-from diyfa.options import UNBOUNDED
 
 NAME = "diyfa"
 SEAM = "diffusers"
@@ -50,11 +49,7 @@ def attention(
         raise ValueError(f"{feature} of diffusers is not supported by its diyfa backend: use 'native'")
     if query.shape[2] != key.shape[2] and not enable_gqa:
         raise ValueError(f"{query.shape[2]} query heads and {key.shape[2]} key heads need enable_gqa=True")
-    if is_causal and attn_mask is not None:
-        raise ValueError("is_causal=True and attn_mask exclude each other")
-    window = UNBOUNDED
-    if is_causal:
-        key, value, window = top_left_causal(query, key, value, "bshd")
+    key, value, window = visible_keys(query, key, value, attn_mask, is_causal, "bshd")
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None, :]
     query, key, value = _with_features_side_by_side(query, key, value)

@@ -62,10 +62,22 @@ def checked_quantize(dtype: str | None, handle: Handle | None, library: str) -> 
     return dtype or ""
 
 
-def top_left_causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str = "bhsd"
+def visible_keys(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    layout: str = "bhsd",
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int]]:
-    """Return k, v and the window with which query i sees the keys j <= i, for any lengths of q and k."""
+    """Return k, v and the window of PyTorch's `is_causal`: query i sees the keys j <= i, for any lengths of q and k.
+
+    Raises ValueError if a mask is given, too.
+    """
+    if not is_causal:
+        return k, v, UNBOUNDED
+    if mask is not None:
+        raise ValueError("is_causal=True and attn_mask exclude each other")
     dim = layout.index("s")
     seqlen_q, seqlen_k = q.shape[dim], k.shape[dim]
     if seqlen_k > seqlen_q:  # no query sees the keys after seqlen_q

@@ -15,7 +15,7 @@ import torch
 
 from diyfa import kvcache, registry, validation
 from diyfa.attention import attend, flash_attention_varlen
-from diyfa.eight_bits import FLOAT8_DTYPES, dequantised
+from diyfa.eight_bits import BLOCK_Q, FLOAT8_DTYPES, dequantised
 from diyfa.flash_attn_interface import WORDS
 from diyfa.integrations.flash_attn_npu.metadata import check_metadata
 from diyfa.integrations.seams import refuse
@@ -180,15 +180,9 @@ def _dequantised_queries(q: Tensor, q_descale: Tensor | None, heads_kv: int) -> 
     if q.dtype not in FLOAT8_DTYPES:
         raise ValueError(f"q_descale belongs to q of float8, q is {q.dtype}")
     if q_descale is not None:
-        validation.check_tensors(q_descale=q_descale)
-        if q_descale.dtype != torch.float32:
-            raise TypeError(f"q_descale must be float32, got {q_descale.dtype}")
-        validation.check_same_device(q, q_descale=q_descale)
-        if q_descale.numel() != 1 and tuple(q_descale.shape) != (q.shape[0], heads_kv):
-            raise ValueError(
-                f"q_descale must have one element or shape ({q.shape[0]}, {heads_kv}), got {tuple(q_descale.shape)}"
-            )
-    return dequantised(q.transpose(1, 2), q_descale, torch.float32).transpose(1, 2).to(torch.bfloat16)
+        sizes = {"B": q.shape[0], "Sq": q.shape[1], "H": q.shape[2], "Hk": heads_kv}
+        validation.check_optional_tensors(q, sizes, {"q_descale": q_descale})
+    return dequantised(q.transpose(1, 2), q_descale, torch.float32, BLOCK_Q).transpose(1, 2).to(torch.bfloat16)
 
 
 def flash_attn_with_kvcache(

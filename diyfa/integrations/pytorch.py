@@ -57,9 +57,9 @@ def _override(device_type: str, overrides_sdpa: bool, and_then: Callable[[], Non
         undo.callback(and_then)
         library = torch.library.Library("aten", "IMPL")
         undo.callback(library._destroy)
-        for operator in torch_operators.FLASH_OPERATORS:
-            if hasattr(torch.ops.aten, operator.__name__):
-                library.impl(operator.__name__, operator, key)
+        for name, operator in torch_operators.FLASH_OPERATORS.items():
+            if hasattr(torch.ops.aten, name):
+                library.impl(name, operator, key)
         if overrides_sdpa:
             _override_sdpa(library, key)
         return switch_on(SEAM, undo.pop_all(), device_type)

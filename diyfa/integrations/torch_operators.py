@@ -9,48 +9,21 @@ has no content.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from diyfa import flash_attn_interface as interface
 from diyfa import registry
-from diyfa.integrations.eager_attention import attend, top_left_causal
+from diyfa.integrations.eager_attention import attend, visible_keys
 from diyfa.integrations.seams import record
-from diyfa.options import UNBOUNDED
 from diyfa.validation import MAX_HEAD_DIM, MAX_HEAD_DIM_V
 
 SEAM = "pytorch"
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _splits(num_splits: int | None) -> AbstractContextManager[object]:
-    """Return the context of a call: `batch_invariant` for one split, by which PyTorch asks for batch invariance."""
-    if num_splits is not None and num_splits > 1:
-        raise ValueError(f"num_splits must be None or 1, got {num_splits}: diyfa chooses the number itself")
-    return registry.batch_invariant() if num_splits == 1 else nullcontext()
-
-
-def _refuse(return_debug_mask: bool) -> None:
-    if return_debug_mask:
-        raise ValueError(
-            "return_debug_mask=True is not supported: diyfa.flash_attn_func with return_attn_probs=True shows what "
-            "dropout keeps"
-        )
-
-
-def _bounds(left: int | None, right: int | None) -> tuple[int, int]:
-    return -1 if left is None else left, -1 if right is None else right
-
-
-def _auxiliary(q: torch.Tensor, rng_state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the results rng_state, unused and debug_attn_mask, from a (2,) int64 `rng_state`."""
-    unused = torch.empty((), dtype=torch.uint64, device=q.device)
-    return rng_state.view(torch.uint64), unused, torch.empty(0, dtype=q.dtype, device=q.device)
-
-
-def _flash_attention_forward(
+def _flash_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -70,17 +43,22 @@ def _flash_attention_forward(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return output, lse (B, H, S) or (H, T), rng_state, unused and mask, of (B, S, H, D) tensors.
+    """Return output, lse (B, H, S) or (H, T), rng_state, unused and debug_attn_mask, of (B, S, H, D) tensors.
 
     With cum_seq_q the tensors are packed (T, H, D).
     """
-    record(SEAM, "_flash_attention_forward: diyfa")
-    _refuse(return_debug_mask)
+    if return_debug_mask:
+        raise ValueError(
+            "return_debug_mask=True is not supported: diyfa.flash_attn_func with return_attn_probs=True shows what "
+            "dropout keeps"
+        )
     for name, argument in {"alibi_slopes": alibi_slopes, "block_table": block_table, "seqused_k": seqused_k}.items():
         if argument is not None and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             raise ValueError(f"{name} has no gradient here: PyTorch's backward operator does not take it")
-    left, right = _bounds(window_size_left, window_size_right)
-    with _splits(num_splits):
+    if num_splits is not None and num_splits > 1:
+        raise ValueError(f"num_splits must be None or 1, got {num_splits}: diyfa chooses the number itself")
+    left, right = (-1 if bound is None else bound for bound in (window_size_left, window_size_right))
+    with registry.batch_invariant() if num_splits == 1 else nullcontext():  # PyTorch asks for it by one split
         if cum_seq_q is None:
             if cum_seq_k is not None or seqused_k is not None or block_table is not None:
                 raise ValueError("cum_seq_k, seqused_k and block_table need packed queries, with cum_seq_q")
@@ -92,22 +70,23 @@ def _flash_attention_forward(
                 query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale, is_causal, left, right,
                 alibi_slopes=alibi_slopes, block_table=block_table, seqused_k=seqused_k,
             )  # fmt: skip
-    return out, lse, *_auxiliary(query, rng_state)
+    unused = torch.empty((), dtype=torch.uint64, device=query.device)
+    return out, lse, rng_state.view(torch.uint64), unused, torch.empty(0, dtype=query.dtype, device=query.device)
 
 
-def _flash_attention_forward_no_dropout_inplace(
+def _forward_into(
     out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
-    """Run `_flash_attention_forward`, write its output into `out` and return lse."""
+    """Run `_flash_forward`, write its output into `out` and return lse."""
     out_shape, got = (*query.shape[:-1], value.shape[-1]), tuple(out.shape)
     if got != out_shape or out.dtype != query.dtype:  # copy_ would broadcast and convert without an error
         raise ValueError(f"out must be {out_shape} of {query.dtype}, got {got} of {out.dtype}")
-    result, lse, *_ = _flash_attention_forward(query, key, value, *arguments, **options)
+    result, lse, *_ = _flash_forward(query, key, value, *arguments, **options)
     out.copy_(result)
     return lse
 
 
-def _flash_attention_backward(
+def _flash_backward(
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -127,9 +106,8 @@ def _flash_attention_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dq, dk and dv of `_flash_attention_forward`."""
-    record(SEAM, "_flash_attention_backward: diyfa")
-    left, right = _bounds(window_size_left, window_size_right)
+    """Return dq, dk and dv of `_flash_forward`."""
+    left, right = (-1 if bound is None else bound for bound in (window_size_left, window_size_right))
     dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
     tensors = (grad_out, query, key, value, out, logsumexp, dq, dk, dv)
     options = (dropout_p, scale, is_causal, left, right, 0.0, None, torch.are_deterministic_algorithms_enabled())
@@ -141,7 +119,7 @@ def _flash_attention_backward(
     return dq, dk, dv
 
 
-def _scaled_dot_product_flash_attention(
+def _sdpa_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -152,52 +130,47 @@ def _scaled_dot_product_flash_attention(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """Return output, lse (B, H, S), None, None, max_q, max_k, rng_state, unused and mask, of (B, H, S, D) tensors."""
-    record(SEAM, "_scaled_dot_product_flash_attention: diyfa")
-    _refuse(return_debug_mask)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    results = interface._flash_attn_forward(q, k, v, dropout_p, scale, is_causal, -1, -1, 0.0, None, False)
-    out, lse, _, rng_state = results
     lengths = query.shape[2], key.shape[2]
-    return out.transpose(1, 2), lse, None, None, *lengths, *_auxiliary(query, rng_state)
+    out, lse, *rest = _flash_forward(
+        q, k, v, None, None, *lengths, dropout_p, is_causal, return_debug_mask, scale=scale
+    )
+    return out.transpose(1, 2), lse, None, None, *lengths, *rest
 
 
-def _scaled_dot_product_flash_attention_backward(
+def _sdpa_backward(
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
-    cum_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: torch.Tensor,
-    philox_offset: torch.Tensor,
-    *,
-    scale: float | None = None,
+    *rest: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """Return dq, dk and dv of `_scaled_dot_product_flash_attention`. philox_seed is its rng_state."""
-    record(SEAM, "_scaled_dot_product_flash_attention_backward: diyfa")
+    """Return dq, dk and dv of `_sdpa_forward`. Where `_flash_backward` has rng_state and unused, the
+    operator has philox_seed and philox_offset."""
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    state = philox_seed.view(torch.int64) if dropout_p else None
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    interface._flash_attn_backward(
-        dout, q, k, v, o, logsumexp, dq, dk, dv, dropout_p, scale, is_causal, -1, -1, 0.0, None, deterministic, state
-    )
-    return tuple(x.transpose(1, 2) for x in (dq, dk, dv))
+    return tuple(x.transpose(1, 2) for x in _flash_backward(dout, q, k, v, o, *rest, **options))
 
 
-FLASH_OPERATORS = (
-    _flash_attention_forward,
-    _flash_attention_backward,
-    _scaled_dot_product_flash_attention,
-    _scaled_dot_product_flash_attention_backward,
-    _flash_attention_forward_no_dropout_inplace,  # exists in newer PyTorch releases only
-)
+def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which counts its calls under the operator's name."""
+
+    def operator(*arguments: Any, **options: Any) -> Any:
+        record(SEAM, f"{name}: diyfa")
+        return function(*arguments, **options)
+
+    return operator
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "_flash_attention_forward": _flash_forward,
+    "_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_flash_attention": _sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+    "_flash_attention_forward_no_dropout_inplace": _forward_into,  # exists in newer PyTorch releases only
+}
+FLASH_OPERATORS = {name: _counted(name, function) for name, function in _FUNCTIONS.items()}
 
 
 # ---- scaled_dot_product_attention itself --------------------------------------------------------------------------
@@ -243,15 +216,9 @@ def scaled_dot_product_attention(original: Callable[..., torch.Tensor]) -> Calla
         reason = _why_left_to_pytorch(query, key, value, enable_gqa)
         if reason:
             record(SEAM, f"scaled_dot_product_attention: PyTorch ({reason})")
-            return original(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )  # fmt: skip
-        if is_causal and attn_mask is not None:
-            raise ValueError("is_causal=True and attn_mask exclude each other")
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        key, value, window = visible_keys(query, key, value, attn_mask, is_causal)
         record(SEAM, "scaled_dot_product_attention: diyfa")
-        window = UNBOUNDED
-        if is_causal:
-            key, value, window = top_left_causal(query, key, value)
         return attend(query, key, value, attn_mask, window=window, dropout_p=dropout_p, sm_scale=scale)
 
     return attention

@@ -20,8 +20,8 @@ from diyfa.problem import (
 def example_tensors(problem: AttentionProblem, device: str = "meta") -> dict[str, torch.Tensor]:
     """Return the optional tensors of a call of `problem` by name, uninitialised, for compilation ahead of time."""
     sizes = {
-        "b": problem.batch, "h": problem.heads_q, "g": problem.heads_kv, "q": problem.seqlen_q, "k": problem.seqlen_k,
-        "d": problem.head_dim, "e": problem.head_dim_v,
+        "B": problem.batch, "H": problem.heads_q, "Hk": problem.heads_kv, "Sq": problem.seqlen_q,
+        "Sk": problem.seqlen_k, "D": problem.head_dim, "Dv": problem.head_dim_v,
     }  # fmt: skip
     tensors = {}
     for feature in FEATURES:

@@ -26,7 +26,7 @@ from diyfa.registry import batch_invariant, optional_member, resolve_backend
 BF16, FP16, FP32, FLOAT8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 HALVES = (BF16, FP16)
 # Names of the optional tensors that have a float32 number for each head -> whether they have a gradient.
-PER_HEAD = {x.name: bool(x.gradient) for x in TENSORS if x.shape is not None and "h" in x.shape.letters}
+PER_HEAD = {x.name: bool(x.gradient) for x in TENSORS if x.shape is not None and ("H",) in x.shape.shapes}
 
 
 class Call(NamedTuple):

@@ -24,7 +24,7 @@ from subprocesses import ROOT, SUPPORT
 
 from diyfa.backends.cuda import backend
 from diyfa.backends.cuda.gluon.compat import has_gluon
-from diyfa.backends.cuda.runtime import binaries, jit, launcher, pack, passes, tune
+from diyfa.backends.cuda.runtime import binaries, driver, jit, launcher, pack, passes, tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launcher import Tiles, launch_signature, shared_box
 from diyfa.problem import Launch
@@ -458,7 +458,7 @@ def test_a_pack_that_the_driver_cannot_load_is_rejected(compiler, write, binary,
     class Loaded:
         def __init__(self, stored, kinds):
             if stored.name != "compiled here":
-                raise launcher.BinaryRefused("device kernel image is invalid (200)")
+                raise driver.BinaryRefused("device kernel image is invalid (200)")
 
     def compile_binary(arch, launch, signature):
         compiler.names.append(launch.kernel.fn.__name__)
@@ -486,8 +486,8 @@ def test_a_pack_that_the_driver_cannot_load_is_rejected(compiler, write, binary,
 def test_only_some_errors_of_the_driver_are_about_a_binary(result, is_refusal):
     library = SimpleNamespace(cuGetErrorString=lambda *arguments: 0)
     with pytest.raises(RuntimeError) as raised:
-        launcher.Driver.check(SimpleNamespace(_library=library), result)
-    assert isinstance(raised.value, launcher.BinaryRefused) == is_refusal
+        driver.Driver.check(SimpleNamespace(_library=library), result)
+    assert isinstance(raised.value, driver.BinaryRefused) == is_refusal
 
 
 def test_nothing_is_compiled_if_jit_is_off(compiler, monkeypatch):

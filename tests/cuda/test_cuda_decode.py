@@ -29,6 +29,7 @@ from diyfa.backends.cuda.runtime import passes
 from diyfa.backends.cuda.runtime.launch import is_interpreting
 from diyfa.lab.examples import example_kvcache
 from diyfa.problem import AttentionProblem, KVCacheProblem, Launch
+from diyfa.reference import reference_attention, reference_kvcache
 
 DEVICE = TARGETS["cuda"].device
 BLOCK_N = 16
@@ -199,11 +200,10 @@ def test_more_chunks_of_a_tile_than_are_read_at_once(programs, columns, monkeypa
     monkeypatch.setattr(stream_k, "COMBINED_COLUMNS", columns)
     monkeypatch.setattr(stream_k, "multiprocessors", lambda device: programs)
     v = torch.randn(1, programs * BLOCK_N, 1, 32, generator=torch.Generator().manual_seed(0))
+    q = torch.zeros(1, 1, 2, 32)
     with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
-        out, lse = attend(torch.zeros(1, 1, 2, 32), v, v)
-    for head in range(2):
-        torch.testing.assert_close(out[0, 0, head], v[0, :, 0].mean(0), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(lse[0, :, 0], torch.tensor(programs * BLOCK_N).log().expand(2), rtol=1e-5, atol=0)
+        found = attend(q, v, v)
+    torch.testing.assert_close(found, reference_kvcache(q, v, v, return_softmax_lse=True), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("programs", "split_cost", "scans", "lengths"), [
@@ -215,16 +215,14 @@ def test_long_sequences_beside_short_ones(programs, split_cost, scans, lengths, 
     """Scores are all 0."""
     monkeypatch.setattr(stream_k, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(stream_k, "SCANS", scans)
-    v = torch.randn(4, 192, 1, 16, generator=torch.Generator().manual_seed(0))
+    q, v = torch.zeros(4, 1, 1, 16), torch.randn(4, 192, 1, 16, generator=torch.Generator().manual_seed(0))
     for b, n in enumerate(lengths):
         v[b, n:] = float("nan")
+    ends = torch.tensor(lengths, dtype=torch.int32)
     with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1, split_cost)):
-        out, lse = attend(torch.zeros(4, 1, 1, 16), v, v, cache_seqlens=torch.tensor(lengths, dtype=torch.int32))
-    for b, n in enumerate(lengths):
-        expected = v[b, :n, 0].mean(0) if n else torch.zeros(16)
-        torch.testing.assert_close(out[b, 0, 0], expected, rtol=1e-5, atol=1e-6)
-    expected_lse = torch.tensor([float(n) for n in lengths]).log().abs()  # inf where there are no keys
-    torch.testing.assert_close(lse[:, 0, 0], expected_lse, rtol=1e-5, atol=1e-6)
+        found = attend(q, v, v, cache_seqlens=ends)
+    expected = reference_kvcache(q, v, v, cache_seqlens=ends, return_softmax_lse=True)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_one_program_shares_with_nobody(monkeypatch):
@@ -270,13 +268,11 @@ def test_blocks_of_keys_in_pages_of_any_size(page_size, block_n, padded, monkeyp
         for j in range(int(pads[b]), n):
             values[int(table[b, j // page_size]), j % page_size] = v[b, j]
     options = {"cache_leftpad": pads.int()} if padded else {}
+    q, call = torch.zeros(batch, 2, 2, 32), {"cache_seqlens": lengths.int(), "block_table": table, **options}
     with use_config("decode", DecodeConfig(16, block_n, 4, 1, 1)):
-        out, _ = attend(
-            torch.zeros(batch, 2, 2, 32), values, values, cache_seqlens=lengths.int(), block_table=table, **options
-        )
-    for b, (n, pad) in enumerate(zip(lengths.tolist(), pads.tolist(), strict=True)):
-        expected = v[b, pad:n, 0].double().mean(0) if n > pad else torch.zeros(32).double()
-        torch.testing.assert_close(out[b].double(), expected.expand(2, 2, 32), rtol=1e-5, atol=1e-5)
+        found = attend(q, values, values, **call)
+    expected = reference_kvcache(q, values, values, return_softmax_lse=True, **call)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("programs", [1, 4, 9])
@@ -292,21 +288,16 @@ def test_packed_sequences_without_queries_take_no_part(queries, programs, monkey
     for b, n in enumerate(lengths.tolist()):
         v[b, n:] = float("nan")
     values = paged(v, BLOCK_N, table)
-    offsets = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
-    tensors = (x.to(DEVICE) for x in (torch.zeros(total + 2, 14, 32), values, values, offsets))
+    q, offsets = torch.zeros(total + 2, 14, 32), torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
+    tensors = (x.to(DEVICE) for x in (q, values, values, offsets))
     with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)), diyfa.use_backend("cuda"), poisoned_allocations():
         out, lse = diyfa.flash_attention_varlen(
             *tensors, None, 3, 6 * BLOCK_N, seqused_k=lengths.to(DEVICE), block_table=table.to(DEVICE), return_lse=True
         )
-    expected, counts = torch.zeros(total + 2, 14, 32), torch.zeros(total + 2)
-    for b, n in enumerate(lengths.tolist()):
-        rows = slice(int(offsets[b]), int(offsets[b + 1]))
-        counts[rows] = n
-        if n:
-            expected[rows] = v[b, :n].mean(0).repeat_interleave(7, 0)
-    torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
-    expected_lse = torch.where(counts > 0, counts.log(), float("inf")).expand(14, -1)
-    torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-5, atol=1e-5)
+    expected = reference_kvcache(
+        q, values, values, cache_seqlens=lengths, block_table=table, cu_seqlens_q=offsets, return_softmax_lse=True
+    )
+    torch.testing.assert_close((out.cpu(), lse.cpu()), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(not is_interpreting(), reason="the interpreter's addresses are looked at")
@@ -416,10 +407,8 @@ def test_small_queries_beside_large_ones_count_over_float8_keys():
     for b, softmax_scale in ((0, 0.125), (1, 0.125 * 2.0**-80)):
         case = q[b : b + 1].bfloat16(), k[b : b + 1], v[b : b + 1]
         out, _ = attend(*case, softmax_scale=softmax_scale)
-        qd, kd, vd = (x.double()[0] for x in case)
-        kd, vd = kd.repeat_interleave(2, 1), vd.repeat_interleave(2, 1)
-        expected = torch.einsum("qhk,khd->qhd", torch.einsum("qhd,khd->qhk", qd, kd).mul(softmax_scale).softmax(-1), vd)
-        torch.testing.assert_close(out[0].double(), expected, atol=2e-2, rtol=0)
+        expected = reference_attention(*(x.double() for x in case), sm_scale=softmax_scale, layout="bshd")
+        torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=0)
 
 
 def test_a_tiny_scale_of_float8_keys_with_a_large_descale_is_exact():
@@ -444,10 +433,10 @@ def test_large_features_of_the_second_tile_count_over_float8_keys():
     k, v = (torch.randn(1, 300, 1, d, generator=generator).to(torch.float8_e4m3fn) for d in (96, 32))
     k[0, :, 0] = (k[0, :, 0].float() * torch.arange(300)[:, None] / 100).to(torch.float8_e4m3fn)  # maxima rise
     out, lse = attend(q, k, v, softmax_scale=2.0**-22, num_splits=1)
-    scores = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) * 2.0**-22
-    torch.testing.assert_close(lse[0].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    expected = torch.einsum("hqk,kd->qhd", scores.softmax(-1), v[0, :, 0].double())
-    torch.testing.assert_close(out[0].double(), expected, rtol=0, atol=1e-2)
+    wide = (x.double() for x in (q, k, v))
+    expected, expected_lse = reference_attention(*wide, sm_scale=2.0**-22, layout="bshd", return_lse=True)
+    torch.testing.assert_close(lse.double(), expected_lse.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-2)
 
 
 def test_programs_begin_beyond_the_tiles_that_are_looked_at_at_once(monkeypatch):
@@ -460,13 +449,8 @@ def test_programs_begin_beyond_the_tiles_that_are_looked_at_at_once(monkeypatch)
     lengths = drawn_lengths(generator, batch, 16)
     with use_config("decode", DecodeConfig(16, BLOCK_N, 4, 1, 1)):
         out, lse = attend(q, k, v, cache_seqlens=lengths)
-    scores = torch.einsum("bhd,bkhd->bhk", q[:, 0].double(), k.double()) / 4
-    scores.masked_fill_(torch.arange(16) >= lengths[:, None, None], float("-inf"))
-    some = lengths > 0
-    expected = torch.einsum("bhk,bkhd->bhd", scores[some].softmax(-1), v[some].double())
-    torch.testing.assert_close(out[some, 0].double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse[some, :, 0].double(), scores[some].logsumexp(-1), rtol=1e-5, atol=1e-5)
-    assert not out[~some].any() and bool(lse[~some].isposinf().all())
+    expected = reference_kvcache(q, k, v, cache_seqlens=lengths, return_softmax_lse=True)
+    torch.testing.assert_close((out, lse), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_odd_float8_values_of_aligned_rows_are_all_read():
@@ -497,7 +481,7 @@ def test_few_queries_of_many_keys_need_no_cache(layout):
     else:
         given, attend = {}, diyfa.flash_attention if layout == "bhsd" else diyfa.flash_attention_v2
     inputs = [x.requires_grad_(layout == "bhsd") for x in (q, k, v)]
-    expected = diyfa.reference_attention(
+    expected = reference_attention(
         *(x[None] if layout == "thd" else x for x in (q, k, v)), causal=True,
         layout="bhsd" if layout == "bhsd" else "bshd",
     )  # fmt: skip

@@ -16,6 +16,7 @@ from subprocesses import ROOT, SUPPORT, run_python
 from triton.runtime.errors import OutOfResources
 
 from diyfa.backends.cuda.runtime import binaries, launcher, tune
+from diyfa.backends.cuda.runtime import driver as cuda_driver
 from diyfa.backends.cuda.runtime.launcher import Tiles, launch_signature, shared_box
 from diyfa.eight_bits import EIGHT_BIT_DTYPES
 from diyfa.features import ATTENTION_DTYPES, FEATURES
@@ -94,7 +95,7 @@ def test_a_tensor_map_is_moved_to_another_address(found):
 def test_the_driver_moves_a_tensor_map_to_another_address():
     from compiled_launches import moved_maps
 
-    assert moved_maps(launcher.driver(), "cuda") == [True, True]
+    assert moved_maps(cuda_driver.driver(), "cuda") == [True, True]
 
 
 # ---- What a binary is known by ------------------------------------------------------------------------------------
@@ -171,10 +172,10 @@ def test_a_tensor_map_is_made_once_for_each_address(monkeypatch):
         made.append(address)
         return struct.pack("<Q", address) + encoded[8:]
 
-    monkeypatch.setattr(launcher, "_driver", [SimpleNamespace(moved=moved)])
-    monkeypatch.setattr(launcher.TensorMaps, "MAX_SIZE", 2)
+    monkeypatch.setattr(cuda_driver, "_driver", [SimpleNamespace(moved=moved)])
+    monkeypatch.setattr(cuda_driver.TensorMaps, "MAX_SIZE", 2)
     encoded = bytes(range(128))
-    maps = launcher.TensorMaps(encoded)
+    maps = cuda_driver.TensorMaps(encoded)
     for address in (640, 1280, 640, 1920, 640):
         begin = maps[address]
         assert begin % 64 == 0 and ctypes.string_at(begin, 128) == struct.pack("<Q", address) + encoded[8:]
@@ -192,7 +193,7 @@ def test_a_tensor_map_is_moved_only_if_its_copies_are_equal(monkeypatch):
         load=lambda *arguments: 1,
         launch_function=None,
     )
-    monkeypatch.setattr(launcher, "_driver", [driver])
+    monkeypatch.setattr(cuda_driver, "_driver", [driver])
     copies = [((16, 32), swizzle) for swizzle in (3, 2, 3, 3, 3, 3)]
     stored = binaries.StoredBinary(b"", "kernel", 0, 4, False, tuple(copies), 0)
     binary = launcher.Binary(stored, tuple(each.box for each in tiles))

@@ -360,6 +360,20 @@ def test_a_call_that_reads_a_copy_is_never_repeated(recorder, described):
         assert described
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("sinks", [None, torch.zeros(4)], ids=["alone", "beside sinks"])
+def test_a_state_without_dropout_is_not_read(recorder, described, grad, sinks):
+    q, k, v = qkv(grad=grad)
+    state, dout = torch.tensor([3, 4]), torch.zeros_like(q)
+    for _ in range(4):
+        described.clear()
+        out = attend(q, k, v, sinks=sinks, rng_state=state)
+        if grad:
+            torch.autograd.grad(out, (q, k, v), dout)
+        assert "state" not in read_by(named_launches(recorder, state=state))
+    assert not described
+
+
 CHANGES = {
     "tuner": lambda patch: patch.setattr(tune._tuner, "changes", tune._tuner.changes + 1),
     "hook": lambda patch: patch.setattr(launcher.knobs.runtime, "launch_enter_hook", lambda metadata: None),
@@ -649,7 +663,8 @@ def test_the_gradient_of_sinks_comes_from_delta(recorder, described, monkeypatch
         described.clear()
         given.clear()
         torch.autograd.grad(out, (q, k, v, sinks), torch.zeros_like(q))
-        ((_, of_lse, delta, _),) = given
+        ((of_sinks, of_lse, delta, _),) = given
+        assert of_sinks.data_ptr() == sinks.data_ptr()
         filled = next(one.arguments["delta_ptr"] for one in recorder.launches if "delta_ptr" in one.arguments)
         assert (of_lse.data_ptr(), delta.data_ptr(), delta.shape) == (lse.data_ptr(), filled, lse.shape)
     assert not described

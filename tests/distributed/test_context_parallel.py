@@ -100,11 +100,12 @@ def test_uneven_dtensors(workers):
 
 def test_misplaced_dtensors_are_refused(workers):
     placed = "ValueError: q must be sharded along its sequence"
+    other_axis = "ValueError: q must be replicated or Shard(0) (batch), Shard(1) (heads), Shard(2) (sequence), got"
     told = [
-        "ValueError: q, k and v must be placed alike", placed, placed, placed,
-        "TypeError: q, k and v must all be DTensors", "ValueError: group must be None or the dimensions of q's mesh",
+        "ValueError: q, k, v must be placed alike", placed, other_axis, other_axis,
+        "TypeError: q, k, v must all be DTensors", "ValueError: group must be None or the dimensions of q's mesh",
         "ValueError: group must be a DeviceMesh of one or two",
-        "ValueError: 8 query and 3 KV heads must be multiples of 2", "ValueError: 3 query and 3 KV heads",
+        "ValueError: the 3 heads of k must be a multiple of 2 shards", "ValueError: the 3 heads of q must be",
     ]  # fmt: skip
     for messages in workers.run(cp.run_misplaced_dtensors):
         assert [message[: len(start)] for message, start in zip(messages, told, strict=True)] == told

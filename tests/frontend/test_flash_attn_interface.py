@@ -370,51 +370,29 @@ def test_errors_come_before_any_launch(name: str) -> None:
     assert not [called for called, _, _ in recorder.calls if called.startswith("diyfa::")]
 
 
-# ---- torch.compile, autocast ------------------------------------------------------------------------------------
-
-
 # ---- The private pairs ------------------------------------------------------------------------------------------
 
 
-def ring(q, k, v, dout, blocks: int, cu=None):
-    """Attention over blocks of keys, combined through their log-sum-exps, and its gradients: one process's share of
-    ring attention for each block. With `cu`, packed sequences whose keys are cut into equal parts."""
-    rows, (forward, backward) = -3, PAIRS[cu is not None]
-    keys = list(zip(k.chunk(blocks, rows), v.chunk(blocks, rows), strict=True))
-    options = {"dropout_p": 0.0, "softmax_scale": q.shape[-1] ** -0.5, "causal": False, "window_size_left": -1,
-               "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}  # fmt: skip
-    if cu is not None:
-        longest = keys[0][0].shape[0]
-        options |= {"cu_seqlens_q": cu, "cu_seqlens_k": torch.tensor([0, longest], dtype=torch.int32),
-                    "max_seqlen_q": int(cu.diff().max()), "max_seqlen_k": longest}  # fmt: skip
-    parts = [forward(q=q, k=k_block, v=v_block, return_softmax=False, **options)[:2] for k_block, v_block in keys]
-    lse = torch.stack([p[1] for p in parts]).logsumexp(0)
+def test_ring_attention() -> None:
+    """One process's share of ring attention for each block of keys: the global out and lse give the gradients of the
+    whole. tests/integrations/test_pytorch_flash.py has the same of dense tensors."""
+    q, dout = (torch.randn(24, 4, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(24, 2, 8, dtype=torch.float64) for _ in range(2))
+    lengths = (torch.tensor([0, 24], dtype=torch.int32), torch.tensor([0, 8], dtype=torch.int32), 24, 8)
+    rest = (*lengths, 0.0, 8**-0.5, False, -1, -1, 0.0, None)
+    blocks = list(zip(k.chunk(3), v.chunk(3), strict=True))
+    parts = [_flash_attn_varlen_forward(q, *block, *rest)[:2] for block in blocks]
+    lse = torch.stack([part_lse for _, part_lse in parts]).logsumexp(0)
     out = sum(part * (part_lse - lse).exp().transpose(-1, -2)[..., None] for part, part_lse in parts)
-    dq, gradients = torch.zeros_like(q), []
-    for k_block, v_block in keys:
-        dq_block, dk_block, dv_block = (torch.full_like(x, float("nan")) for x in (q, k_block, v_block))
-        delta = backward(dout=dout, q=q, k=k_block, v=v_block, out=out, softmax_lse=lse, dq=dq_block, dk=dk_block,
-                         dv=dv_block, deterministic=False, rng_state=None, **options)  # fmt: skip
-        torch.testing.assert_close(delta, (dout * out).sum(-1).transpose(-1, -2))
+    dq, dk, dv = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
+    for block, gradients in zip(blocks, zip(dk.chunk(3), dv.chunk(3), strict=True), strict=True):
+        dq_block = torch.full_like(q, float("nan"))
+        _flash_attn_varlen_backward(dout, q, *block, out, lse, dq_block, *gradients, *rest, False)
         dq += dq_block
-        gradients.append((dk_block, dv_block))
-    return out, lse, dq, torch.cat([g[0] for g in gradients], rows), torch.cat([g[1] for g in gradients], rows)
-
-
-@pytest.mark.parametrize("varlen", [False, True])
-def test_ring_attention(varlen: bool) -> None:
-    """Blocks with the global out and lse give the gradients of the whole."""
-    rows = (24,) if varlen else (2, 24)
-    q, dout = (torch.randn(*rows, 4, 8, dtype=torch.float64) for _ in range(2))
-    k, v = (torch.randn(*rows, 2, 8, dtype=torch.float64) for _ in range(2))
-    cu = torch.tensor([0, 24], dtype=torch.int32) if varlen else None
-    got = ring(q, k, v, dout, 3, cu)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    batched = [x[None] for x in leaves] if varlen else leaves
-    out, lse = diyfa.reference_attention(*batched, layout="bshd", return_lse=True)
-    out, lse = (out[0], lse[0]) if varlen else (out, lse)
-    expected = (out, lse, *torch.autograd.grad(out, leaves, dout))
-    torch.testing.assert_close(got, expected)
+    want, want_lse = diyfa.reference_attention(*(x[None] for x in leaves), layout="bshd", return_lse=True)
+    expected = (want[0], want_lse[0], *torch.autograd.grad(want, leaves, dout[None]))
+    torch.testing.assert_close((out, lse, dq, dk, dv), expected)
 
 
 @pytest.mark.parametrize("varlen", [False, True])

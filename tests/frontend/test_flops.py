@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import diyfa
-from diyfa import ops
+from diyfa import matmul_ops
 from diyfa.options import AttentionOptions, Lengths, MatmulOptions, pack
 from diyfa.problem import MatmulTensors
 
@@ -135,7 +135,7 @@ def test_cache(way: str) -> None:
 def test_matmul() -> None:
     a, b = leaves((5, 7), (7, 3))
     options = MatmulOptions(None, False, "ieee", torch.float32, torch.float32, backend="cpu")
-    found = counted(lambda: ops.matmul(MatmulTensors(a, b), options).sum().backward())
+    found = counted(lambda: matmul_ops.matmul(MatmulTensors(a, b), options).sum().backward())
     assert found == {"diyfa.matmul": 3 * 2 * 5 * 7 * 3}
     with torch.no_grad():
         found = counted(lambda: diyfa.triton_matmul(a, b, precision="ieee", out=torch.empty(5, 3), backend="cpu"))

@@ -80,7 +80,8 @@ INT = torch.tensor([1, 2], dtype=torch.int32)
 COS = torch.ones(40, 4)
 FLOAT8 = torch.zeros(B, 40, HK, D).to(torch.float8_e4m3fn)
 BOTH = torch.ones(B, 40, HK, D + 8)
-REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+Refusal = tuple[dict[str, Any], type[Exception], str]
+OF_CACHES: dict[str, Refusal] = {
     "q_rank": ({"q": torch.ones(B, H, D)}, ValueError, r"q must be \(batch, seqlen, heads, head_dim\)"),
     "q_type": ({"q": None}, TypeError, r"q must be a torch\.Tensor"),
     "cache_dtype": ({"k_cache": torch.ones(B, 40, HK, D).half()}, TypeError, r"k_cache and v_cache must both be"),
@@ -135,7 +136,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
                     "for each of the 40 keys that there can be, and 2 for queries beyond them, got 40"),
 }  # fmt: skip
 TABLE = torch.arange(10, dtype=torch.int32).view(B, 5)
-OF_PAGES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+OF_PAGES: dict[str, Refusal] = {
     "table_shape": ({"block_table": TABLE[:1]}, ValueError, r"block_table must have shape \(2, 5\)"),
     "table_dtype": ({"block_table": TABLE.long()}, TypeError, "block_table must be int32"),
     "table_beyond": ({"block_table": TABLE + 3}, ValueError, "pages from 0 to 11 .* got 12 in column 4 of row 1"),
@@ -143,7 +144,7 @@ OF_PAGES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "table_and_index": ({"cache_batch_idx": INT}, ValueError, "pages are chosen by block_table"),
     "beyond_the_table": ({"cache_seqlens": 39}, ValueError, "to what block_table holds, 40; got 39"),
 }
-OF_PACKED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+OF_PACKED: dict[str, Refusal] = {
     "rank": ({"k": torch.ones(9, HK, D)}, ValueError, r"k \(pages, page size, heads, head_dim\)"),
     "dropout": ({"dropout_p": 0.1}, ValueError, "dropout_p belongs to training"),
     "no_lengths": ({"seqused_k": None}, ValueError, "cu_seqlens_k may be None only where"),
@@ -173,22 +174,14 @@ def attend_seen(**given: Any) -> Any:
         return diyfa.flash_attn_with_kvcache(**given)
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refusals_write_nothing(name: str) -> None:
-    changes, error, pattern = REFUSALS[name]
-    _refused(diyfa.flash_attn_with_kvcache, call(**changes), error, pattern)
-
-
-@pytest.mark.parametrize("name", OF_PAGES)
-def test_refusals_of_pages_write_nothing(name: str) -> None:
-    changes, error, pattern = OF_PAGES[name]
-    _refused(diyfa.flash_attn_with_kvcache, paged(**changes), error, pattern)
-
-
-@pytest.mark.parametrize("name", OF_PACKED)
-def test_refusals_of_packed_queries(name: str) -> None:
-    changes, error, pattern = OF_PACKED[name]
-    _refused(diyfa.flash_attention_varlen, packed(**changes), error, pattern)
+@pytest.mark.parametrize(("make", "refusal"), [
+    pytest.param(make, refusal, id=f"{make.__name__}-{name}")
+    for make, some in ((call, OF_CACHES), (paged, OF_PAGES), (packed, OF_PACKED)) for name, refusal in some.items()
+])  # fmt: skip
+def test_refusals_write_nothing(make: Callable[..., dict[str, Any]], refusal: Refusal) -> None:
+    changes, error, pattern = refusal
+    function = diyfa.flash_attention_varlen if make is packed else diyfa.flash_attn_with_kvcache
+    _refused(function, make(**changes), error, pattern)
 
 
 def change_kernels(monkeypatch: pytest.MonkeyPatch, op: str, change: Callable[[Any], Any]) -> None:
@@ -658,21 +651,15 @@ def _copied(given: dict[str, Any]) -> dict[str, Any]:
 
 def test_autocast_of_packed_queries() -> None:
     """Over pages to their dtype; keys without pages are cast too, as in training."""
-    given = packed()
-    pages = {name: x.bfloat16() if name in ("k", "v") else x for name, x in given.items()}
-    want = diyfa.flash_attention_varlen(**{**pages, "q": given["q"].bfloat16()})
-    keys = given | {
-        "k": torch.randn(42, HK, D), "v": torch.randn(42, HK, D), "block_table": None,
-        "cu_seqlens_k": torch.tensor([0, 9, 42], dtype=torch.int32),
-    }  # fmt: skip
-    want_keys = diyfa.flash_attention_varlen(**{**keys, **{name: keys[name].bfloat16() for name in "qkv"}})
-    for _ in range(3):
-        assert diyfa.flash_attention_varlen(**keys).dtype == torch.float32
-        with torch.autocast("cpu", torch.float16):
-            assert torch.equal(diyfa.flash_attention_varlen(**pages), want)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(diyfa.flash_attention_varlen(**keys), want_keys)
-            assert diyfa.explain(**pages, layout="thd").kernel == "split_kv"
+    pages = _as(packed(), torch.bfloat16, "k", "v")
+    rows = torch.randn(2, 42, HK, D)
+    keys = packed(k=rows[0], v=rows[1], block_table=None, cu_seqlens_k=torch.tensor([0, 9, 42], dtype=torch.int32))
+    for given, dtype in ((pages, torch.float16), (keys, torch.bfloat16)):
+        want = diyfa.flash_attention_varlen(**_as(given, torch.bfloat16, *"qkv"))
+        with torch.autocast("cpu", dtype):
+            for _ in range(3):
+                assert torch.equal(diyfa.flash_attention_varlen(**given), want)
+            assert diyfa.explain(**given, layout="thd").kernel == "split_kv"
 
 
 def test_autocast_in_a_compiled_call() -> None:

@@ -21,13 +21,14 @@ from scripts import load_script
 from subprocesses import ROOT, run_after_torch, run_python
 
 import diyfa
-from diyfa import masks, score_functions
+from diyfa import masks, score_programs
 from diyfa.backends.cuda.attention import score_functions as portable
 from diyfa.features import SCORE_EXAMPLE
 from diyfa.options import AttentionOptions, Lengths, pack
 from diyfa.registry import load_backend
 from diyfa.score_code import gathered_loads, value_source
-from diyfa.score_functions import Program, programs, score_function, why_not_differentiable
+from diyfa.score_functions import score_function
+from diyfa.score_programs import Program, programs, why_not_differentiable
 
 q = torch.randn(1, 2, 20, 16)
 bias = torch.randn(2, 128)
@@ -53,14 +54,14 @@ def test_the_text_is_the_program(name: str) -> None:
     source = score_function(FUNCTIONS[name].jit).source
     (program,) = programs(source)
     assert isinstance(program, Program) and program.text() == source and program.name == name
-    assert score_functions.captured_tensors(source) == len(FUNCTIONS[name].tensors(2, 2, 30))
+    assert score_programs.captured_tensors(source) == len(FUNCTIONS[name].tensors(2, 2, 30))
     assert pickle.loads(pickle.dumps(source)) == source
 
 
 def test_of_sample_shifts_the_sample() -> None:
-    shifted = score_functions.single_sample(SCORE_EXAMPLE, 3)
+    shifted = score_programs.single_sample(SCORE_EXAMPLE, 3)
     assert shifted.splitlines()[1] == "    b = add(b, 3)"
-    assert score_functions.single_sample(SCORE_EXAMPLE, 0) == SCORE_EXAMPLE
+    assert score_programs.single_sample(SCORE_EXAMPLE, 0) == SCORE_EXAMPLE
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------

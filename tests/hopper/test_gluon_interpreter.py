@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 
 import gluon_kernels as kernels
 import pytest
@@ -34,14 +35,22 @@ def descriptor(x: torch.Tensor, *block: int, **changes) -> TensorDescriptor:
     return TensorDescriptor(x, **{**fields, **changes})
 
 
-def double_rows(bug: str = "", seed: int = 0, rows: int = 90, stages: int = 2, per_warp_arrive: bool = False) -> None:
+def launch_double_rows(
+    source: TensorDescriptor, target: TensorDescriptor, sums: torch.Tensor, programs: int = 1, seed: int = 0,
+    stages: int = 2, per_warp_arrive: bool = False, bug: str = "",
+) -> None:  # fmt: skip
+    kernel = InterpretedKernel(kernels.double_rows, seed)
+    kernel[(programs,)](source, target, sums, len(sums), STAGES=stages, PER_WARP=per_warp_arrive, BUG=bug)
+
+
+def double_rows(bug: str = "", seed: int = 0, **options) -> None:
+    rows = 90
     source = torch.randn(rows, 64, dtype=torch.float16)
     # What lies behind the tensors in their storages must neither be read nor written.
     target = torch.full((rows + 30, 64), float("nan"), dtype=torch.float16)
     sums = torch.full((rows,), float("nan"))
-    kernel = InterpretedKernel(kernels.double_rows, seed)
     descriptors = descriptor(source, 16, 64), descriptor(target[:rows], 16, 64)
-    kernel[(1,)](*descriptors, sums, rows, STAGES=stages, PER_WARP=per_warp_arrive, BUG=bug)
+    launch_double_rows(*descriptors, sums, seed=seed, bug=bug, **options)
     assert torch.equal(target[:rows], source + source) and target[rows:].isnan().all()
     torch.testing.assert_close(sums, source.float().sum(1))
 
@@ -50,32 +59,6 @@ def double_rows(bug: str = "", seed: int = 0, rows: int = 90, stages: int = 2, p
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_a_right_pipeline_passes(seed: int, stages: int) -> None:
     double_rows(seed=seed, stages=stages, per_warp_arrive=seed % 2 == 1)
-
-
-@pytest.mark.parametrize(("bug", "error", "message"), [
-    ("no_wait", KernelBug, "nothing has waited for the end of|nobody has written|more arrivals than"),
-    ("early_release", Race, "nothing has waited for the end of: "),
-    ("wrong_parity", KernelBug, "parity cannot tell|nothing has waited|waits for parity 1|more arrivals than"),
-    ("no_release", Deadlock, r"partition 1 .*waits for parity 0 of mbarrier empty\[0\] .*1 of 1 arrivals"),
-    ("released_twice", KernelBug, "more arrivals than a phase takes|nothing has waited|deadlock"),
-    ("too_few_bytes", KernelBug, "bytes expected and bytes copied differ|nothing has waited|-1024 bytes missing"),
-    ("too_many_bytes", Deadlock, "2048 bytes missing"),
-    ("no_init", BarrierMisuse, "never initialised"),
-    ("init_twice", BarrierMisuse, "in use"),
-    ("no_fence_after_init", Race, "without fence_async_shared after its init"),
-    ("no_fence", Race, "TMA store to target .* without fence_async_shared after: store at"),
-    ("no_fence_after_reading", Race, "TMA load of source .* without fence_async_shared after: load at"),
-    ("no_store_wait", Race, "store at .*, but nothing has waited for the end of: TMA store"),
-    ("store_at_the_end", KernelBug, "the program ends while still running: TMA stores"),
-    ("layout_mismatch", ValueError, "Layout mismatch"),
-    ("wrong_warps", InvalidOperand, "a layout for 8 warps, 4 run there"),
-    ("wrong_slice", ValueError, "Layout mismatch"),
-    ("no_mask", OutOfBounds, "bytes 320 to 384 of sums_ptr, whose storage has 360"),
-])  # fmt: skip
-def test_a_planted_bug_of_the_pipeline_is_reported(bug: str, error: type, message: str) -> None:
-    for seed in SEEDS:
-        with pytest.raises(error, match=message):
-            double_rows(bug, seed)
 
 
 @pytest.mark.parametrize(("bug", "message"), [
@@ -121,8 +104,7 @@ def test_several_programs_must_not_write_one_place() -> None:
     x = torch.randn(32, 64, dtype=torch.float16)
     target, sums = torch.empty_like(x), torch.empty(32)
     with pytest.raises(Race, match="already written there by somebody else"):
-        kernel = InterpretedKernel(kernels.double_rows)
-        kernel[(2,)](descriptor(x, 16, 64), descriptor(target, 16, 64), sums, 32, STAGES=2, PER_WARP=False, BUG="")
+        launch_double_rows(descriptor(x, 16, 64), descriptor(target, 16, 64), sums, programs=2)
 
 
 def multiply(bug: str = "", seed: int = 0, dtype: torch.dtype = torch.float16) -> None:
@@ -140,17 +122,6 @@ def test_a_right_product_passes(variant: str, dtype: torch.dtype, seed: int) -> 
     multiply(variant, seed, dtype)
 
 
-@pytest.mark.parametrize(("bug", "error", "message"), [
-    ("no_wait", Race, r"computes with \(__mul__\) the accumulator of wgmma"),
-    ("operand_layout", InvalidOperand, "a in registers needs DotOperandLayout"),
-    ("wrong_instruction", InvalidOperand, "32 columns by 64"),
-])  # fmt: skip
-def test_a_planted_bug_of_the_product_is_reported(bug: str, error: type, message: str) -> None:
-    for seed in SEEDS:
-        with pytest.raises(error, match=message):
-            multiply(bug, seed)
-
-
 def take_turns(bug: str = "", seed: int = 0) -> None:
     out = torch.zeros(128, dtype=torch.int32)
     InterpretedKernel(kernels.take_turns, seed)[(1,)](out, TURNS=3, BUG=bug)
@@ -162,18 +133,50 @@ def test_named_barriers_order_two_partitions(seed: int) -> None:
     take_turns(seed=seed)
 
 
-@pytest.mark.parametrize(("bug", "error", "message"), [
-    ("no_start", Uninitialised, "load at .* reads from shared what nobody has written"),
-    ("no_first_turn", Deadlock, "waits for named barrier 8 .* 128 of 256 threads"),
-    ("no_turns", Race, "nothing has waited for the end of: (load|store)"),
-    ("arrive_twice", KernelBug, "a second time before it completed|nothing has waited"),
-    ("reserved_barrier", BarrierMisuse, "the compiler itself uses those below 3"),
-    ("wrong_count", BarrierMisuse, "named barrier [89]"),
-])  # fmt: skip
-def test_a_planted_bug_of_named_barriers_is_reported(bug: str, error: type, message: str) -> None:
+BUGS = {
+    double_rows: [
+        ("no_wait", KernelBug, "nothing has waited for the end of|nobody has written|more arrivals than"),
+        ("early_release", Race, "nothing has waited for the end of: "),
+        ("wrong_parity", KernelBug, "parity cannot tell|nothing has waited|waits for parity 1|more arrivals than"),
+        ("no_release", Deadlock, r"partition 1 .*waits for parity 0 of mbarrier empty\[0\] .*1 of 1 arrivals"),
+        ("released_twice", KernelBug, "more arrivals than a phase takes|nothing has waited|deadlock"),
+        ("too_few_bytes", KernelBug, "bytes expected and bytes copied differ|nothing has waited|-1024 bytes missing"),
+        ("too_many_bytes", Deadlock, "2048 bytes missing"),
+        ("no_init", BarrierMisuse, "never initialised"),
+        ("init_twice", BarrierMisuse, "in use"),
+        ("no_fence_after_init", Race, "without fence_async_shared after its init"),
+        ("no_fence", Race, "TMA store to target .* without fence_async_shared after: store at"),
+        ("no_fence_after_reading", Race, "TMA load of source .* without fence_async_shared after: load at"),
+        ("no_store_wait", Race, "store at .*, but nothing has waited for the end of: TMA store"),
+        ("store_at_the_end", KernelBug, "the program ends while still running: TMA stores"),
+        ("layout_mismatch", ValueError, "Layout mismatch"),
+        ("wrong_warps", InvalidOperand, "a layout for 8 warps, 4 run there"),
+        ("wrong_slice", ValueError, "Layout mismatch"),
+        ("no_mask", OutOfBounds, "bytes 320 to 384 of sums_ptr, whose storage has 360"),
+    ],
+    multiply: [
+        ("no_wait", Race, r"computes with \(__mul__\) the accumulator of wgmma"),
+        ("operand_layout", InvalidOperand, "a in registers needs DotOperandLayout"),
+        ("wrong_instruction", InvalidOperand, "32 columns by 64"),
+    ],
+    take_turns: [
+        ("no_start", Uninitialised, "load at .* reads from shared what nobody has written"),
+        ("no_first_turn", Deadlock, "waits for named barrier 8 .* 128 of 256 threads"),
+        ("no_turns", Race, "nothing has waited for the end of: (load|store)"),
+        ("arrive_twice", KernelBug, "a second time before it completed|nothing has waited"),
+        ("reserved_barrier", BarrierMisuse, "the compiler itself uses those below 3"),
+        ("wrong_count", BarrierMisuse, "named barrier [89]"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "bug", "error", "message"), [(run, *bug) for run, some in BUGS.items() for bug in some]
+)
+def test_a_planted_bug_is_reported(run: Callable[[str, int], None], bug: str, error: type, message: str) -> None:
     for seed in SEEDS:
         with pytest.raises(error, match=message):
-            take_turns(bug, seed)
+            run(bug, seed)
 
 
 @pytest.mark.parametrize(("operation", "n", "x", "expected"), [
@@ -285,16 +288,13 @@ def test_descriptors_keep_the_rules_of_tma(
     x = torch.zeros(90, 64, dtype=torch.float16)
     source = descriptor(x, *block, **changes)
     with pytest.raises(InvalidOperand, match=rule):
-        kernel = InterpretedKernel(kernels.double_rows)
-        kernel[(1,)](source, descriptor(x, 16, 64), torch.zeros(90), 90, STAGES=2, PER_WARP=False, BUG="")
+        launch_double_rows(source, descriptor(x, 16, 64), torch.zeros(90))
 
 
 def test_a_descriptor_larger_than_its_tensor_is_out_of_bounds() -> None:
     x, target = torch.zeros(40, 64, dtype=torch.float16), torch.zeros(64, 64, dtype=torch.float16)
     with pytest.raises(OutOfBounds, match="source"):
-        kernel = InterpretedKernel(kernels.double_rows)
-        source = descriptor(x, 16, 64, shape=[64, 64])
-        kernel[(1,)](source, descriptor(target, 16, 64), torch.zeros(64), 64, STAGES=2, PER_WARP=False, BUG="")
+        launch_double_rows(descriptor(x, 16, 64, shape=[64, 64]), descriptor(target, 16, 64), torch.zeros(64))
 
 
 def join_tiles(bug: str = "") -> None:
@@ -307,20 +307,14 @@ def test_tiles_behind_one_another_are_a_wider_tile() -> None:
     join_tiles()
 
 
-def split_tiles(n_rows: int) -> None:
-    out = torch.full((64, 64), float("nan"), dtype=torch.float16)
-    InterpretedKernel(kernels.split_tiles)[(1,)](out, N_ROWS=n_rows)
-    numbers = 64 // n_rows + torch.arange(64) // n_rows
-    assert (out == numbers[:, None]).all()
-
-
 def test_rows_of_a_tile_are_a_shorter_tile() -> None:
-    split_tiles(16)
-
-
-def test_rows_after_which_the_swizzle_does_not_repeat_are_reported() -> None:
+    """Unless the swizzle does not repeat after them."""
+    out = torch.full((64, 64), float("nan"), dtype=torch.float16)
+    kernel = InterpretedKernel(kernels.split_tiles)
+    kernel[(1,)](out, N_ROWS=16)
+    assert (out == 4 + torch.arange(64)[:, None] // 16).all()
     with pytest.raises(InvalidOperand, match=r"needs .*whole tiles"):
-        split_tiles(4)
+        kernel[(1,)](out, N_ROWS=4)
 
 
 @pytest.mark.parametrize(

@@ -459,7 +459,7 @@ def test_parts_of_the_workspace_are_aligned(deterministic: bool, monkeypatch: py
     """Also where blocks of queries are odd in number: Triton compiles a kernel again for an address that is not."""
     monkeypatch.setattr(bwd_partials, "count_subgroups", lambda *_: 3)
     backward = launcher_of(PROBLEM.replace(heads_q=3, heads_kv=1, deterministic=deterministic))
-    memory = [backward.dq, backward.statistics, backward.counter, backward.counts, backward.semaphores]
+    memory = [backward.dq_acc, backward.statistics, backward.counter, backward.counts, backward.semaphores]
     memory += backward.dk_dv_partials
     assert [x.storage_offset() % 4 for x in memory if x is not None] == [0] * (6 + deterministic)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hopper_interpreted import interpret, interpreted_only, kernel_source, load_kernel, run
+from hopper_interpreted import interpret, interpreted_only, load_without_fallback, run
 from test_hopper_features import DYNAMIC, THREE, TWO, case, packed
 
 from diyfa.backends.cuda.hopper import configs as hopper_configs
@@ -49,9 +49,23 @@ def test_within_budget(case: AttentionCase, config: hopper_configs.Sm90Config, m
 def test_scores_rise_beyond_what_sums_hold(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without going through the flagged tiles again, these cases are wrong."""
     case, config = next((case, config) for case, config in CASES if case.name == name)
-    source = kernel_source("hopper.fwd")
-    flagged = "if flags.any_flagged() != 0:"
-    assert flagged in source
-    kernels = load_kernel({"hopper.fwd": source.replace(flagged, "if False:")}, tmp_path)
-    interpret(monkeypatch, replace(config, fixed_max=True), kernels=kernels)
+    interpret(monkeypatch, replace(config, fixed_max=True), kernels=load_without_fallback(tmp_path))
     assert run(case)
+
+
+ORDINARY = [
+    *((replace(far, sm_scale=None), config) for far, config in CASES
+      if far.name in ("causal_pairs", "window_left", "packed")),
+    (case("window", window=(70, 30), seqlen_q=200, seqlen_k=330), TWO),
+    (case("softcap", softcap=2.0), TWO),
+    (case("alibi", alibi="h", causal=True, seqlen_q=130, seqlen_k=330), TWO),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "config"), ORDINARY, ids=lambda x: x.name if isinstance(x, AttentionCase) else "")
+def test_ordinary_scores_need_no_second_pass(
+    case: AttentionCase, config: hopper_configs.Sm90Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With one, a mistake of the first pass that makes its sums overflow would not show."""
+    interpret(monkeypatch, replace(config, fixed_max=True), kernels=load_without_fallback(tmp_path))
+    assert not run(case)

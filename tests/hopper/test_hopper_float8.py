@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from eight_bit_cases import BF16, E4M3, F16, F32, INT8, Case, check, make_call
 from guarded_memory import guard
-from hopper_interpreted import interpret, interpreted_only
+from hopper_interpreted import interpret, interpreted_only, load_without_fallback
 from poison import poisoned_allocations
 from targets import TARGETS
 
@@ -203,6 +204,18 @@ def test_schedules_of_int8(changes: dict, causal: bool, monkeypatch: pytest.Monk
     with poisoned_allocations():
         check(chosen, TARGETS["cuda"], "sm90")
     assert kernel.launches == 1
+
+
+@interpreted_only
+@pytest.mark.parametrize("causal", [False, True])
+def test_ordinary_scores_of_int8_need_no_second_pass(
+    causal: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With one, products without the descale of their block of keys would only take longer: their sums overflow."""
+    chosen = int8(kind="block", means=True, head_dim=128, seqlen_q=130, seqlen_k=430, options={"causal": causal})
+    interpret(monkeypatch, config(chosen, fixed_max=True), seed=5, kernels=load_without_fallback(tmp_path))
+    with poisoned_allocations():
+        check(chosen, TARGETS["cuda"], "sm90")
 
 
 @interpreted_only

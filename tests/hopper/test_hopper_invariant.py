@@ -139,7 +139,7 @@ def test_rows_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> 
             if new >= invariant[64].consumers * configs.CONSUMER_ROWS and (calls.causal or first + new == n):
                 assert_rows(calls.cached(0, first, new, page), trained[0], slice(first, first + new))
                 assert kernel.launches == before + 1
-        monkeypatch.setattr(prefill_configs, "MIN_QUERIES_BY_GROUP", ((1 << 30, 1 << 30),))
+        monkeypatch.setattr(prefill_configs, "MIN_QUERIES", 1 << 30)
         before = kernel.launches
         for rows in DECODED:
             monkeypatch.setattr(planning, "plans", {})

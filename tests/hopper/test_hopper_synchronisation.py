@@ -27,16 +27,18 @@ pytestmark = interpreted_only
 # kernels before and for stores.
 SYNCHRONISING = (
     "mbarrier.wait", "mbarrier.arrive", "mbarrier.expect", "mbarrier.init", "mbarrier.invalidate",
-    "fence_async_shared", "tma.store_wait", "_wait_turn", "_hand_over", "wait_full", "release", "arrive_per_lane",
+    "fence_async_shared", "tma.store_wait", "turn", "wait_full", "release", "arrive_per_lane",
     "wait_for_previous_kernels", "wait_for_stores", "_inline_ptx",
 )  # fmt: skip
 METHODS = ("init", "invalidate", "acquire", "wait", "wait_empty", "wait_full", "release", "wait_turn", "hand_over")
 # These only make the wait or the release behind them cheaper: warps of a consumer need not wait for each other.
 # And: each lane arrives for itself instead of one for all, which is for racecheck. And: lanes of a warp, which run in
-# step here, are put in order. And: tensor maps are read ahead.
+# step here, are put in order. And: tensor maps are read ahead. And: consumers take turns, which changes no result; a
+# wait for a turn alone is reported, and an arrival alone. `sync_consumers` is the backward pass's.
 HARMLESS = (
     "_inline_ptx(_WAIT_PER_WARP)", "_inline_ptx(_RELEASE_PER_WARP)", "_inline_ptx(_ARRIVE_PER_LANE)",
-    "_inline_ptx(_ORDER_LANES)", "_inline_ptx(_PREFETCH)",
+    "_inline_ptx(_ORDER_LANES)", "_inline_ptx(_PREFETCH)", "_inline_ptx(_named_barrier(ACTION, 8 + CONSUMER))",
+    "_inline_ptx(_named_barrier('sync', 8))",
 )  # fmt: skip
 # Two tiles for the one program and three blocks of keys: long enough for every buffer to be used again.
 SMALL = AttentionCase("small", 1, 1, seqlen_q=256, seqlen_k=384, head_dim=64, dtype="bfloat16")

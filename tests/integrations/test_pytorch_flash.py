@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import diyfa
 from diyfa import flash_attn_interface
-from diyfa.dropout import keys_from_state, mask_from_keys
 from diyfa.integrations import Handle, use_in_pytorch
 
 aten = torch.ops.aten
@@ -98,10 +97,6 @@ def test_dense(handle: Handle, window: tuple[int, int]) -> None:
     assert_matches_reference(attend, leaves((2, 37, 4, 32), (2, 50, 2, 32), (2, 50, 2, 32)), "bshd", window=window)
 
 
-def dropped(rng_state: torch.Tensor, sizes: tuple[int, int, int, int], p: float) -> torch.Tensor:
-    return ~mask_from_keys(keys_from_state(rng_state.view(torch.int64), *sizes[:2]), *sizes[2:], p)
-
-
 def test_dropout_travels_in_rng_state(handle: Handle) -> None:
     """The backward operator drops what the forward one dropped, and the state alone says what that was."""
     inputs = leaves(*[(2, 4, 37, 32)] * 3)
@@ -121,13 +116,9 @@ def test_dropout_travels_in_rng_state(handle: Handle) -> None:
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     assert not torch.equal(first[0], other[0])
 
-    def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        hidden = torch.ones(37, 37, dtype=torch.bool).triu(1)
-        weights = (q @ k.mT * 32**-0.5).masked_fill(hidden, float("-inf")).softmax(-1)
-        return weights.masked_fill(dropped(seen[0], (2, 4, 37, 37), 0.25), 0.0) / 0.75 @ v
-
-    plain = with_gradients(eager, [x.detach().double().requires_grad_() for x in inputs])
-    for got, want in zip(first, plain, strict=True):
+    options = {"causal": True, "dropout_p": 0.25, "rng_state": seen[0].view(torch.int64)}
+    double = [x.detach().double().requires_grad_() for x in inputs]
+    for got, want in zip(first, with_gradients(diyfa.reference_attention, double, **options), strict=True):
         torch.testing.assert_close(got.double(), want, atol=4e-3, rtol=4e-3)
 
 
@@ -147,9 +138,7 @@ def test_alibi(handle: Handle) -> None:
     """Dense and packed, without a gradient."""
     q, k, v = (x.detach() for x in leaves(*[(1, 37, 4, 32)] * 3, dtype=torch.float32))
     slopes, rest = torch.tensor([0.5, 0.25, 0.1, 0.0]), (37, 37, 0.0, True, False)
-    distance = torch.arange(37) - torch.arange(37)[:, None]
-    scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * 32**-0.5 - slopes[:, None, None] * distance.abs()
-    want = (scores.masked_fill(distance > 0, float("-inf")).softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
+    want = diyfa.reference_attention(q, k, v, causal=True, alibi_slopes=slopes, layout="bshd")
     dense = aten._flash_attention_forward(q, k, v, None, None, *rest, alibi_slopes=slopes)[0]
     cu = offsets((37,))
     packed = aten._flash_attention_forward(q[0], k[0], v[0], cu, cu, *rest, alibi_slopes=slopes)[0]
@@ -349,7 +338,7 @@ RIVAL = """
 import sys, torch, diyfa.integrations.pytorch as ours
 from diyfa.integrations import use_in_pytorch
 from torch.nn import attention
-NAMES = [operator.__name__ for operator in ours.torch_operators.FLASH_OPERATORS]
+NAMES = list(ours.torch_operators.FLASH_OPERATORS)
 NAMES = [name if hasattr(torch.ops.aten, name) else NAMES[3] for name in NAMES]  # the fifth is new
 class Rival:  # another implementation, of two operators
     def __init__(self):

@@ -92,10 +92,10 @@ def test_results_lie_in_memory_as_the_inputs_do(view: str) -> None:
 # ---- torch.compile ------------------------------------------------------------------------------------------------
 
 
-def full(q, k, v, bias, sinks, lens, state):
+def full(q, k, v, bias, sinks, lens, state, causal):
     out, lse = diyfa.flash_attention(
-        q, k, v, causal=True, seq_lens=lens, attn_bias=bias, sinks=sinks, softcap=3.0, dropout_p=0.3, rng_state=state,
-        return_lse=True, **CPU,
+        q, k, v, causal=causal, window=(50, -1), seq_lens=lens, attn_bias=bias, sinks=sinks, softcap=3.0,
+        dropout_p=0.3, rng_state=state, return_lse=True, **CPU,
     )  # fmt: skip
     return out.sin().sum() + torch.where(lse.isinf(), 0.0, lse).cos().sum()
 
@@ -108,19 +108,26 @@ def packed_full(q, k, v, slopes, sinks, cu_q, cu_k, state):
     return out.sin().sum() + torch.where(lse.isinf(), 0.0, lse).cos().sum()
 
 
-def compiled_agrees(function, leaves, *rest, dynamic=None) -> None:
-    torch.compiler.reset()
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+def agree(compiled, function, leaves, *rest) -> None:
     torch.testing.assert_close(compiled(*leaves, *rest), function(*leaves, *rest))
     expected = torch.autograd.grad(function(*leaves, *rest), leaves)
     torch.testing.assert_close(torch.autograd.grad(compiled(*leaves, *rest), leaves), expected)
     assert all(int(x.count_nonzero()) for x in expected)
 
 
+def compiled_agrees(function, leaves, *rest, dynamic=None) -> None:
+    torch.compiler.reset()
+    agree(torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager"), function, leaves, *rest)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_with_dropout_bias_sinks(dynamic: bool) -> None:
-    leaves = [randn(3, 4, 9, 16), randn(3, 2, 14, 16), randn(3, 2, 14, 8), randn(3, 1, 9, 14), randn(4)]
-    compiled_agrees(full, leaves, offsets(14, 5, 1), torch.tensor([3, 4]), dynamic=dynamic)
+    """For lengths and masks one after another."""
+    torch.compiler.reset()
+    compiled = torch.compile(full, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for sq, sk, causal in ((9, 14, True), (20, 25, True), (20, 25, False)):
+        leaves = [randn(3, 4, sq, 16), randn(3, 2, sk, 16), randn(3, 2, sk, 8), randn(3, 1, sq, sk), randn(4)]
+        agree(compiled, full, leaves, offsets(sk, 5, 1), torch.tensor([3, 4]), causal)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -174,13 +181,20 @@ def test_offsets_are_not_read_while_tracing_and_cannot_leave_the_tensors() -> No
 # ---- Autocast -----------------------------------------------------------------------------------------------------
 
 
-def test_autocast_of_packed_sequences() -> None:
-    leaves = [randn(12, 2, 16) for _ in range(3)]
-    cu = offsets(0, 5, 12)
-    attend = lambda *x: diyfa.flash_attention_varlen(*x, cu, cu, 7, 7, True, return_lse=True, **CPU)  # noqa: E731
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_autocast(is_packed: bool) -> None:
+    leaves, cu = [randn(*([12] if is_packed else [1, 12]), 2, 16) for _ in range(3)], offsets(0, 5, 12)
+
+    def attend(*x):
+        lengths = (cu, cu, 7, 7) if is_packed else ()
+        function = diyfa.flash_attention_varlen if is_packed else diyfa.flash_attention_v2
+        return function(*x, *lengths, causal=True, return_lse=True, **CPU)
+
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, lse = attend(*leaves)
         double, _ = attend(*(x.double() for x in leaves))
+        with torch.autocast("cpu", enabled=False):
+            assert attend(*leaves)[0].dtype == torch.float32
     assert (out.dtype, lse.dtype, double.dtype) == (torch.bfloat16, torch.float32, torch.float64)
     grads = torch.autograd.grad(out.float().sum() + lse.sum(), leaves)
     assert all(x.dtype == torch.float32 and bool(x.isfinite().all()) for x in grads)

@@ -25,6 +25,7 @@ from diyfa import plan as planning
 from diyfa.backends.cuda.attention import stream_k
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.runtime import jit, launcher, passes, tune
+from diyfa.backends.cuda.runtime.driver import Driver
 from diyfa.backends.cuda.runtime.launcher import Tiles, shared_box
 from diyfa.problem import Launch
 
@@ -212,7 +213,7 @@ def errors(driver: Simulated, described: Described) -> dict[str, Any]:
     return {"errors": messages, "launches_afterwards": len(driver.launches)}
 
 
-def moved_maps(one: launcher.Driver, device: str = "cpu") -> list[bool]:
+def moved_maps(one: Driver, device: str = "cpu") -> list[bool]:
     """Whether the tensor map of one tensor becomes that of another by its address: of less than 128 KB and more."""
     found = []
     for rows in (64, 8192):
@@ -228,7 +229,7 @@ def small_maps(driver: Simulated, described: Described) -> dict[str, Any]:
     results, moved = [], []
     for version in (13010, 13020):
         driver.libcuda.simulator_set_version(version)
-        one = launcher.Driver()
+        one = Driver()
         moved += moved_maps(one)
         for rows in (64, 8192):
             x = torch.zeros(rows, 16, dtype=torch.float16)

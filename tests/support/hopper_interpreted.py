@@ -94,7 +94,7 @@ def interpret_prefill(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: An
     """`interpret`, and from now on calls with a cache run here, too, where this kernel takes them, however few queries
     they have."""
     kernel = interpret(monkeypatch, *args, **options)
-    monkeypatch.setattr(prefill_configs, "MIN_QUERIES_BY_GROUP", ((1 << 30, 0),))
+    monkeypatch.setattr(prefill_configs, "MIN_QUERIES", 0)
     choice = prefill_configs.select_config.__wrapped__
     monkeypatch.setattr(hopper_prefill, "select_config", choice)
     monkeypatch.setattr(prefill_configs, "select_config", choice)
@@ -213,6 +213,13 @@ def load_kernel(sources: dict[str, str], folder: Path, modules: tuple[str, ...] 
         for name, original in before.items():
             sys.modules[f"{package}.{name}"] = original
     return found
+
+
+def load_without_fallback(folder: Path) -> ModuleType:
+    """The kernels without the second pass over tiles in which a fixed maximum was too small."""
+    source, flagged = kernel_source("hopper.fwd"), "if flags.any_flagged() != 0:"
+    assert source.count(flagged) == 1
+    return load_kernel({"hopper.fwd": source.replace(flagged, "if False:")}, folder)
 
 
 def kernel_source(name: str) -> str:

@@ -72,6 +72,13 @@ def plug_in(monkeypatch, name, load):
     monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
 
 
+def plug_in_kernels(monkeypatch, name, *kernels):
+    """A third-party backend that is the CPU's with other kernels."""
+    backend = type("Other", (type(load_backend("cpu")),), {"name": name, "kernels": kernels})()
+    plug_in(monkeypatch, name, lambda: backend)
+    return backend
+
+
 def cells(printed):
     """The cells of the rows of all tables, stripped."""
     return [[cell.strip() for cell in line.strip("│|").split("│")] for line in printed.splitlines() if "│" in line]
@@ -264,19 +271,13 @@ def test_info_json():
 
 def test_info_shows_the_features_of_kernels(monkeypatch):
     """The table says "no" exactly where the dispatch refuses: asked of a backend made for this test, by `choose`."""
-    cpu = load_backend("cpu")
     refused = {"v1": {"dropout", "sinks"}, "v2": {"window"}}
-
-    class Picky(type(cpu)):
-        name = "picky-features"
-        kernels = tuple(
-            replace(k, unsupported=lambda problem, k=k: ", ".join(refused[k.name] & problem.features) or None)
-            for k in cpu.kernels
-            if k.op == "attention_fwd" and k.name in refused
-        )
-
-    picky = Picky()
-    plug_in(monkeypatch, "picky-features", lambda: picky)
+    kernels = (
+        replace(k, unsupported=lambda problem, k=k: ", ".join(refused[k.name] & problem.features) or None)
+        for k in load_backend("cpu").kernels
+        if k.op == "attention_fwd" and k.name in refused
+    )
+    picky = plug_in_kernels(monkeypatch, "picky-features", *kernels)
     _, document = invoke_json("info")
     features = document["backends"][-1]["features"]
     found = {(s["kernel"], s["feature"]): s["reason"] for s in features}
@@ -478,6 +479,9 @@ def test_a_backend_whose_language_is_not_installed(monkeypatch):
 
 # --- validate, bench --------------------------------------------------------------------------------------------------
 
+BENCH = ("bench", "--backend", "cpu", "--rep", "1")
+PRODUCT = (*BENCH, "--op", "matmul", "--size", "16")
+
 
 def test_validate(monkeypatch):
     monkeypatch.setattr(validate, "CASES", validate.CASES[:2])
@@ -514,11 +518,7 @@ def test_validate_takes_a_backend_without_a_backward_pass(monkeypatch, checks_gr
     def unsupported(problem):
         return "no gradients here" if checks_gradients and problem.needs_grad else None
 
-    class Forward(type(cpu)):
-        name = called
-        kernels = (Kernel("only", "attention_fwd", "forward only", forward, unsupported),)
-
-    plug_in(monkeypatch, called, Forward)
+    plug_in_kernels(monkeypatch, called, Kernel("only", "attention_fwd", "forward only", forward, unsupported))
     monkeypatch.setattr(validate, "CASES", validate.CASES[:2])
     code, document = invoke_json("validate", "--backend", called)
     found = document["cases"][:2]
@@ -538,11 +538,7 @@ def test_validate_continues_after_a_failing_kernel(monkeypatch):
     def launch(*arguments):
         raise RuntimeError("launch failed")
 
-    class Breaking(type(cpu)):
-        name = "breaking"
-        kernels = (*cpu.kernels, replace(cpu.kernels[0], name="v3", launch=launch))
-
-    plug_in(monkeypatch, "breaking", Breaking)
+    plug_in_kernels(monkeypatch, "breaking", *cpu.kernels, replace(cpu.kernels[0], name="v3", launch=launch))
     monkeypatch.setattr(validate, "CASES", validate.CASES[:1])
     code, document = invoke_json("validate", "--backend", "breaking")
     assert code == 1
@@ -553,8 +549,8 @@ def test_validate_continues_after_a_failing_kernel(monkeypatch):
 
 def test_bench_writes_json(tmp_path):
     path = tmp_path / "bench.json"
-    arguments = ("bench", "--backend", "cpu", "--seq-len", "32", "--seq-len", "48", "--size", "64", "--head-dim", "16")
-    code, document = invoke_json(*arguments, "--rep", "1", "--warmup", "0", "--causal", "--output", str(path))
+    arguments = ("--seq-len", "32", "--seq-len", "48", "--size", "64", "--head-dim", "16", "--warmup", "0", "--causal")
+    code, document = invoke_json(*BENCH, *arguments, "--output", str(path))
     assert code == 0
     rows = document["rows"]
     assert {(r["kind"], r["implementation"]) for r in rows} >= {("attention", "diyfa"), ("matmul", "diyfa")}
@@ -569,8 +565,8 @@ def test_bench_writes_json(tmp_path):
 
 def test_bench_continues_where_it_was_cut_off(tmp_path, monkeypatch):
     path = tmp_path / "bench.json"
-    arguments = ("bench", "--backend", "cpu", "--op", "attention", "--batch", "1", "--heads", "1", "--head-dim", "16")
-    arguments += ("--rep", "1", "--warmup", "0", "--output", str(path))
+    arguments = (*BENCH, "--op", "attention", "--batch", "1", "--heads", "1", "--head-dim", "16", "--warmup", "0")
+    arguments += ("--output", str(path))
     assert invoke(*arguments, "--seq-len", "16").exit_code == 0
     earlier = json.loads(path.read_text())["rows"]
     timed = []
@@ -587,7 +583,7 @@ def test_bench_continues_where_it_was_cut_off(tmp_path, monkeypatch):
 def test_the_ceilings_of_bench(monkeypatch):
     """2·16³ operations and the bytes that the sum reads, in 1 ms."""
     monkeypatch.setattr("diyfa.lab.bench.command.time_calls", lambda *a: [0.8, 1.0, 1.0, 1.0, 1.2])
-    arguments = ("bench", "--backend", "cpu", "--op", "ceilings", "--size", "16")
+    arguments = (*BENCH, "--op", "ceilings", "--size", "16")
     product, read = invoke_json(*arguments)[1]["rows"]
     assert product["tflops"] == pytest.approx(2 * 16**3 / 1e-3 / 1e12)
     assert read["GB/s"] == pytest.approx(DEFAULTS["cpu"].read_mib * 2**20 / 1e-3 / 1e9)
@@ -599,7 +595,7 @@ def test_the_ceilings_of_bench(monkeypatch):
 def test_bench_says_when_each_row_was_measured(tmp_path, monkeypatch):
     """Rows of a continued file keep their date and clocks, new ones have those of their own run."""
     path = tmp_path / "bench.json"
-    arguments = ("bench", "--backend", "cpu", "--op", "matmul", "--size", "16", "--rep", "1", "--output", str(path))
+    arguments = (*PRODUCT, "--output", str(path))
     assert invoke(*arguments).exit_code == 0
     earlier = json.loads(path.read_text())
     path.write_text(json.dumps({**earlier, "date": "2026-01-02T03:04:05+00:00", "clocks": {"sm_mhz": 1.0}, "chip": 7}))
@@ -618,7 +614,7 @@ def test_bench_says_when_each_row_was_measured(tmp_path, monkeypatch):
 def test_bench_shows_and_keeps_apart_what_was_measured_otherwise(tmp_path):
     """Another dtype is another table, and a larger product another ceiling."""
     path = tmp_path / "bench.json"
-    arguments = ("bench", "--backend", "cpu", "--rep", "1", "--warmup", "0", "--output", str(path))
+    arguments = (*BENCH, "--warmup", "0", "--output", str(path))
     small = ("--seq-len", "16", "--batch", "1", "--heads", "1", "--head-dim", "16", "--size", "16")
     assert invoke(*arguments, *small).exit_code == 0
     result = invoke(*arguments, *small, "--dtype", "bfloat16")
@@ -631,7 +627,6 @@ def test_bench_shows_and_keeps_apart_what_was_measured_otherwise(tmp_path):
 
 def test_bench_saves_what_it_has_measured(tmp_path, monkeypatch):
     path = tmp_path / "bench.json"
-    arguments = ("bench", "--backend", "cpu", "--op", "matmul", "--size", "16", "--size", "24", "--rep", "1")
     calls = []
 
     def cut_off(*a):
@@ -641,14 +636,14 @@ def test_bench_saves_what_it_has_measured(tmp_path, monkeypatch):
         return [1.0]
 
     monkeypatch.setattr("diyfa.lab.bench.runner.time_calls", cut_off)
-    assert invoke(*arguments, "--output", str(path)).exit_code != 0
+    assert invoke(*PRODUCT, "--size", "24", "--output", str(path)).exit_code != 0
     assert [row["implementation"] for row in read_results(path).rows] == ["PyTorch", "diyfa"]
 
 
 @pytest.mark.parametrize("change", [{"device": "another"}, {"versions": {"torch": "1"}}, {"benchmark": "decode"}, None])
 def test_bench_does_not_continue_another_file(tmp_path, change):
     path = tmp_path / "bench.json"
-    arguments = ("bench", "--backend", "cpu", "--op", "matmul", "--size", "16", "--rep", "1", "--output", str(path))
+    arguments = (*PRODUCT, "--output", str(path))
     assert invoke(*arguments).exit_code == 0
     path.write_text("{}" if change is None else json.dumps({**json.loads(path.read_text()), **change}))
     before = path.read_text()
@@ -660,14 +655,13 @@ def test_bench_does_not_continue_another_file(tmp_path, change):
 @pytest.mark.parametrize(("limit", "marked"), [("0.3", True), ("0.5", False)])
 def test_bench_marks_unsteady_figures(monkeypatch, limit, marked):
     monkeypatch.setattr("diyfa.lab.bench.runner.time_calls", lambda *a: [8.0, 10.0, 12.0, 10.0, 10.0, 8.0, 12.0])
-    arguments = ("bench", "--backend", "cpu", "--op", "matmul", "--size", "16", "--spread-limit", limit)
-    printed = invoke(*arguments).output
+    printed = invoke(*PRODUCT, "--spread-limit", limit).output
     assert ("~10.0" in printed) == marked and ("figures are unsteady" in printed) == marked
 
 
 def test_bench_does_not_time_a_wrong_result(monkeypatch):
     monkeypatch.setattr("diyfa.lab.bench.command.flash_attention", lambda q, k, v, causal: 1.1 * v)
-    arguments = ("bench", "--backend", "cpu", "--op", "attention", "--seq-len", "16", "--head-dim", "576", "--rep", "1")
+    arguments = (*BENCH, "--op", "attention", "--seq-len", "16", "--head-dim", "576")
     code, document = invoke_json(*arguments)
     (row,) = (row for row in document["rows"] if row["implementation"] == "diyfa")
     assert code == 0 and "ms" not in row and row["unavailable"].startswith("wrong result: an error of")
@@ -776,15 +770,6 @@ def test_tune_without_a_cache_folder(tuner, monkeypatch):
     assert "DIYFA_CACHE_DIR" in result.output
 
 
-def test_tune_lists_no_incomplete_row(tuner):
-    invoke("tune", "--seq-len", "32", "--head-dim", "16")
-    (path,) = Path(os.environ["DIYFA_CACHE_DIR"]).glob("tune/*.json")
-    content = json.loads(path.read_text())
-    del content["rows"]["attention_fwd"]["(32, True)"]["ms"]
-    path.write_text(json.dumps(content))
-    assert [tile["bucket"] for tile in invoke_json("tune", "--list")[1]["tiles"]] == ["(32, False)"]
-
-
 # --- compile ----------------------------------------------------------------------------------------------------------
 
 
@@ -792,26 +777,36 @@ def test_compile_list_names_every_target():
     assert invoke_json("compile", "--list")[1] == {"cuda": list(GPU_SPECS), "npu": list(NPU_SPECS)}
 
 
-class Compiler:
-    """A backend that compiles two kernels, the second as told."""
+@pytest.fixture
+def compile_to(monkeypatch):
+    """Let `diyfa compile` print these reports; `asked` is what the compiler was called with."""
 
-    def __init__(self, ok):
-        self.ok = ok
+    def compile_to(*reports, cases=()):
+        def compile_kernels(target, only=None, every=1, select=None):
+            compiler.asked = (target, only, select)
+            return iter(reports)
 
-    def cases(self, target, only=None, every=1):
-        return []
+        compiler = SimpleNamespace(cases=lambda *_, **__: cases, compile_kernels=compile_kernels)
+        monkeypatch.setattr("diyfa.lab.compile.load_compiler", lambda name: compiler)
+        return compiler
 
-    def compile_kernels(self, target, only=None, every=1):
-        yield CompileReport("cuda", target, "attention_fwd/v2", "float16 D=64", True, 0.5, 128, 0, {"shared": 65536})
-        yield CompileReport(
-            "cuda", target, "attention_bwd/v2", f"{only}", self.ok, 0.5, 255, 64, notes=("spills",), spill_budget=96
-        )
+    return compile_to
+
+
+def two_reports(ok):
+    """Of two kernels, of which the second passes or not."""
+    fields = ("attention_bwd/v2", "float16 D=64", ok, 0.5, 255, 64)
+    return (
+        CompileReport("cuda", "sm_90", "attention_fwd/v2", "float16 D=64", True, 0.5, 128, 0, {"shared": 65536}),
+        CompileReport("cuda", "sm_90", *fields, notes=("spills",), spill_budget=96),
+    )
 
 
 @pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
-def test_compile_reports_and_gates(monkeypatch, ok, status):
-    monkeypatch.setattr("diyfa.lab.compile.load_compiler", lambda name: Compiler(ok))
+def test_compile_reports_and_gates(compile_to, ok, status):
+    compiler = compile_to(*two_reports(ok))
     result = invoke("compile", "sm_90", "--only", "D=64")
+    assert compiler.asked == ("sm_90", "D=64", None)
     assert result.exit_code == status
     assert ("2 passed, 0 failed" if ok else "1 passed, 1 failed") in result.output
     assert "64.0" in result.output and "64/96" in result.output, "spills beside the budget"
@@ -819,10 +814,9 @@ def test_compile_reports_and_gates(monkeypatch, ok, status):
     assert code == status
     assert document["ok"] == ok
     assert (document["reports"][1]["spill_bytes"], document["reports"][1]["spill_budget"]) == (64, 96)
-    assert document["reports"][1]["case"] == "D=64"
 
 
-def test_compile_fits_80_columns(monkeypatch):
+def test_compile_fits_80_columns(compile_to):
     """The longest names of the real kernels; no figure loses a digit."""
     case = "bfloat16 D=128 causal 128x128 features window alibi softcap dropout w8 s3"
     reports = [
@@ -830,8 +824,7 @@ def test_compile_fits_80_columns(monkeypatch):
                       () if ok else ("spills 10552 bytes, 576 allowed",), spill_budget=10576)
         for ok in (True, False)
     ]  # fmt: skip
-    fixed = SimpleNamespace(cases=lambda *_: [], compile_kernels=lambda target, only=None, every=1: iter(reports))
-    monkeypatch.setattr("diyfa.lab.compile.load_compiler", lambda name: fixed)
+    compile_to(*reports)
     printed = invoke("compile", "sm_90", width=80).output
     assert all(len(line) <= 80 for line in printed.splitlines())
     rows = [row[1:] for row in cells(printed)]
@@ -841,10 +834,8 @@ def test_compile_fits_80_columns(monkeypatch):
     assert words.count("attention_bwd/dbias_queries") == words.count("causal 128x128") == 2, printed
 
 
-def test_compiling_nothing_is_no_success(monkeypatch):
-    empty = Compiler(True)
-    empty.compile_kernels = lambda target, only=None, every=1: iter(())
-    monkeypatch.setattr("diyfa.lab.compile.load_compiler", lambda name: empty)
+def test_compiling_nothing_is_no_success(compile_to):
+    compile_to()
     assert invoke("compile", "sm_90", "--only", "nothing").exit_code == 2
 
 
@@ -883,17 +874,13 @@ def test_compile_lists_kernels_and_cases_of_a_target():
     assert len(kernels) == len({*kernels}) > 10, "of each kernel one"
 
 
-def test_a_bar_has_a_total_and_a_log_gets_lines(monkeypatch):
-    compiler = Compiler(False)
-    compiler.cases = lambda target, only=None, every=1: [
-        ("attention_fwd/v2", "float16 D=64"),
-        ("attention_bwd/v2", "x"),
-    ]
-    monkeypatch.setattr("diyfa.lab.compile.load_compiler", lambda name: compiler)
+def test_a_bar_has_a_total_and_a_log_gets_lines(compile_to, monkeypatch):
+    compile_to(*two_reports(False), cases=["one", "another"])
     monkeypatch.setattr(output.LoggedProgress, "SECONDS", 0.0)
     lines = invoke("compile", "sm_90", "--only", "x").stderr.splitlines()
     assert [line.split(" after")[0] for line in lines] == [f"compiling for sm_90: {n} of 2" for n in (1, 2)]
-    assert lines[0].endswith("s, attention_fwd/v2 float16 D=64") and lines[1].endswith("attention_bwd/v2 x, 1 failed")
+    assert lines[0].endswith("s, attention_fwd/v2 float16 D=64")
+    assert lines[1].endswith("attention_bwd/v2 float16 D=64, 1 failed")
     assert not invoke("compile", "sm_90", "--json").stderr
 
 
@@ -911,37 +898,26 @@ def test_a_chip_may_be_called_without_its_family(name, chip):
     assert resolve(name) == chip
 
 
-class AscendCompiler:
-    """Remembers what it was asked for; one kernel with everything that is read from one."""
-
-    def __init__(self):
-        self.asked = None
-
-    def cases(self, target, only=None, every=1, select=None):
-        return []
-
-    def compile_kernels(self, target, only=None, every=1, select=None):
-        self.asked = (target, only, select)
-        work = {
-            "cube_flops": 16.8e6, "cube_cycles": 2048, "vector_elements": 225 * 1024, "vector_passes_per_score": 7.0,
-            "vector_cycles": 2461, "memory_cycles": 3575, "loaded_bytes": 131072, "stored_bytes": 0,
-            "workspace_read_bytes": 262144, "workspace_written_bytes": 262144, "direct_bytes": 0, "scalar_accesses": 0,
-        }  # fmt: skip
-        mask = {**dict.fromkeys(work, 0), "vector_passes_per_score": 5.0, "vector_elements": 160 * 1024}
-        yield CompileReport(
-            "npu", target, "attention_fwd/v2", "float16 D=128 full 128x256", True, 0.5,
-            memory={"ub": 184576, "l1": 458752, "l0a": 49152, "l0c": 131072},
-            limits={"ub": 196608, "l1": 524288, "l0a": 65536, "l0b": 65536, "l0c": 131072},
-            metrics={
-                "bound": True, "pipelined": 4, "loops": [{"tile": work, "mask_adds": mask}], "task": work,
-                "prediction": {"predicted_share_of_cube_peak": 0.49},
-            },
-        )  # fmt: skip
+WORK = {
+    "cube_flops": 16.8e6, "cube_cycles": 2048, "vector_elements": 225 * 1024, "vector_passes_per_score": 7.0,
+    "vector_cycles": 2461, "memory_cycles": 3575, "loaded_bytes": 131072, "stored_bytes": 0,
+    "workspace_read_bytes": 262144, "workspace_written_bytes": 262144, "direct_bytes": 0, "scalar_accesses": 0,
+}  # fmt: skip
+MASK = {**dict.fromkeys(WORK, 0), "vector_passes_per_score": 5.0, "vector_elements": 160 * 1024}
+# With everything that is read from a kernel.
+ASCEND_REPORT = CompileReport(
+    "npu", "Ascend910B3", "attention_fwd/v2", "float16 D=128 full 128x256", True, 0.5,
+    memory={"ub": 184576, "l1": 458752, "l0a": 49152, "l0c": 131072},
+    limits={"ub": 196608, "l1": 524288, "l0a": 65536, "l0b": 65536, "l0c": 131072},
+    metrics={
+        "bound": True, "pipelined": 4, "loops": [{"tile": WORK, "mask_adds": MASK}], "task": WORK,
+        "prediction": {"predicted_share_of_cube_peak": 0.49},
+    },
+)  # fmt: skip
 
 
-def test_compile_prints_what_was_read_from_an_ascend_kernel(monkeypatch):
-    compiler = AscendCompiler()
-    monkeypatch.setattr("diyfa.lab.compile.load_compiler", lambda name: compiler)
+def test_compile_prints_what_was_read_from_an_ascend_kernel(compile_to, monkeypatch):
+    compiler = compile_to(ASCEND_REPORT)
     arguments = ["compile", "--chip", "910B3", "--kernel", "fwd", "--kernel", "dq", "--dtype", "bfloat16"]
     arguments += ["--head-dim", "128", "--mode", "causal", "--tile", "128x256"]
     wide = Console(width=240, file=io.StringIO())

@@ -1,8 +1,10 @@
 """Appends new keys and values to a KV cache, and rotates the new keys and the queries, in one launch.
 
-A program has a block of rows of one sequence: of new keys, of new values, or of queries. Row number: token * heads +
-head. It writes only the new rows. An *entry* of the cache is a page, or the memory of one sequence in a contiguous
-cache; a *slot* is a key's place in its entry. A row beyond the cache's capacity, or without a valid entry, is dropped.
+A program has a block of rows of one sequence: of new keys, of new values, or of queries. A row is one head of a token;
+row number token * heads + head. Nothing in the cache is written but the new rows.
+
+An *entry* of the cache is a page, or in a contiguous cache the memory of one sequence. A *slot* is a key's place in its
+entry. A new key is dropped if its position is beyond the cache's capacity, or if its entry does not exist.
 """
 
 from __future__ import annotations
@@ -40,7 +42,13 @@ class AppendConstants(Constants):
 
 
 @triton.jit
-def _read(x_ptr, offsets, exists, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _offsets(first, second, heads, strides):
+    """Return the int64 offsets of rows: of heads of (sample, token) in a tensor, or of (entry, slot) in the cache."""
+    return first.to(tl.int64) * strides[0] + second.to(tl.int64) * strides[1] + heads.to(tl.int64) * strides[2]
+
+
+@triton.jit
+def _load(x_ptr, offsets, exists, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return (features of the rows at `offsets` [ROWS] of x, [ROWS, BLOCK_D]; mask of those that exist)."""
     cols = tl.arange(0, BLOCK_D)[None, :]
     mask = exists[:, None] & (cols < HEAD_DIM)
@@ -48,11 +56,16 @@ def _read(x_ptr, offsets, exists, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr)
 
 
 @triton.jit
-def _read_rotated(x_ptr, offsets, exists, positions, rotary, c: tl.constexpr):
-    """Return `_read` in float32, rotated by rows `positions` of cos and sin, if they have such rows."""
+def _load_rotated(x_ptr, offsets, exists, positions, rotary, c: tl.constexpr):
+    """Return `_load` in float32, with each row rotated by the row of cos and sin that `positions` [ROWS] gives it.
+
+    A row at a position that cos and sin do not have is not rotated. `rotary`: cos and sin (cos_rows, ROTARY / 2) by
+    their addresses and strides, and cos_rows.
+    """
     cos_ptr, stride_cos, sin_ptr, stride_sin, cos_rows = rotary
-    x, mask = _read(x_ptr, offsets, exists, c.HEAD_DIM, c.BLOCK_D)
+    x, mask = _load(x_ptr, offsets, exists, c.HEAD_DIM, c.BLOCK_D)
     x = x.to(tl.float32)
+    # A feature and its partner are rotated in their plane, by the same angle.
     cols = tl.arange(0, c.BLOCK_D)
     if c.INTERLEAVED:  # pairs (0, 1), (2, 3), …
         is_second = cols % 2 == 1
@@ -73,9 +86,9 @@ def _read_rotated(x_ptr, offsets, exists, positions, rotary, c: tl.constexpr):
 
 
 @triton.jit
-def _write_to_cache(x, mask, b, heads, entries, slots, cache, c: tl.constexpr):
-    """Write new keys or values x [ROWS, columns] of `heads` to `slots` of `entries`, [ROWS] each."""
-    cache_ptr, stride_b, stride_n, stride_h, descale_ptr, stride_db, stride_dh = cache
+def _store_in_cache(x, mask, offsets, b, heads, cache, c: tl.constexpr):
+    """Write new keys or values x [ROWS, columns] of `heads` [ROWS] to `offsets` [ROWS] of the cache, in its dtype."""
+    cache_ptr, descale_ptr, stride_db, stride_dh = cache
     if c.FLOAT8:
         x = x.to(tl.float32)
         if descale_ptr is not None:
@@ -85,10 +98,27 @@ def _write_to_cache(x, mask, b, heads, entries, slots, cache, c: tl.constexpr):
         x = tl.where(x > FLOAT8_LARGEST, FLOAT8_LARGEST, tl.where(x < -FLOAT8_LARGEST, -FLOAT8_LARGEST, x))
     if x.dtype == tl.float32:
         x = round_to(x, cache_ptr.dtype.element_ty)
-    offsets = entries.to(tl.int64) * stride_b + slots.to(tl.int64) * stride_n + heads.to(tl.int64) * stride_h
     tl.store(cache_ptr + offsets[:, None] + tl.arange(0, x.shape[1])[None, :], x, mask=mask)
 
 
+@triton.jit
+def _find_slots(b, positions, exists, tables, c: tl.constexpr):
+    """Return (entry, slot, whether both exist) of new keys at `positions` of sequence b, each [ROWS]."""
+    block_table_ptr, stride_table, cache_batch_idx_ptr, n_entries = tables
+    slots = tl.where(exists, positions, 0)
+    if c.PAGE_SIZE > 0:
+        table = block_table_ptr + b.to(tl.int64) * stride_table
+        entries = tl.load(table + slots // c.PAGE_SIZE, mask=exists, other=-1)
+        slots = slots % c.PAGE_SIZE
+    else:
+        entry = b
+        if cache_batch_idx_ptr is not None:
+            entry = tl.load(cache_batch_idx_ptr + b)
+        entries = entry + slots * 0
+    return entries, slots, exists & (entries >= 0) & (entries < n_entries)
+
+
+# Kernels are compiled for no value of these numbers and for no alignment of these pointers.
 _RUNTIME = (
     "length", "stride_cos", "stride_sin", "stride_table", "stride_kdb", "stride_kdh", "stride_vdb", "stride_vdh",
     "heads_q", "heads_kv", "seqlen_q", "seqlen_new", "blocks_k", "blocks_v", "blocks_q", "cos_rows", "entries",
@@ -104,7 +134,7 @@ def _append_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
     seqlens_ptr, block_table_ptr, cache_batch_idx_ptr, k_descale_ptr, v_descale_ptr,
     k_cache_ptr, v_cache_ptr, rotated_ptr,
-    length,  # keys of each sequence, if seqlens_ptr is None
+    length,  # keys of each sequence before the append, if seqlens_ptr is None
     stride_qb, stride_qm, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
     stride_kcb, stride_kcn, stride_kch, stride_vcb, stride_vcn, stride_vch, stride_rb, stride_rm, stride_rh,
     stride_cos, stride_sin, stride_table, stride_kdb, stride_kdh, stride_vdb, stride_vdh,
@@ -115,7 +145,10 @@ def _append_kernel(
     capacity,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Append a block of new keys or values to the cache, or write a block of rotated queries."""
+    """Write one block of a sequence: ROWS new keys or values to the cache, or ROWS rotated queries to `rotated`.
+
+    The sequence's blocks are numbered: first those of keys, then those of values, then those of queries.
+    """
     rotary = (cos_ptr, stride_cos, sin_ptr, stride_sin, cos_rows)
     blocks = blocks_k + blocks_v + blocks_q
     b = tl.program_id(0) // blocks
@@ -126,49 +159,41 @@ def _append_kernel(
     if block < blocks_k + blocks_v:
         is_v = block >= blocks_k
         rows = tl.where(is_v, block - blocks_k, block) * c.ROWS + tl.arange(0, c.ROWS)
-        new_tokens = rows // heads_kv
+        tokens = rows // heads_kv
         heads = rows % heads_kv
-        positions = n_cached + new_tokens
-        # `n_cached + new_tokens < capacity` could overflow.
-        exists = (new_tokens < seqlen_new) & (positions >= 0) & (n_cached < capacity - new_tokens)
-        slots = tl.where(exists, positions, 0)
-        if c.PAGE_SIZE > 0:
-            table = block_table_ptr + b.to(tl.int64) * stride_table
-            row_entries = tl.load(table + slots // c.PAGE_SIZE, mask=exists, other=-1)
-            slots = slots % c.PAGE_SIZE
-        else:
-            entry = b
-            if cache_batch_idx_ptr is not None:
-                entry = tl.load(cache_batch_idx_ptr + b)
-            row_entries = entry + rows * 0
-        exists = exists & (row_entries >= 0) & (row_entries < entries)
+        positions = n_cached + tokens
+        # `n_cached + tokens < capacity` could overflow.
+        exists = (tokens < seqlen_new) & (positions >= 0) & (n_cached < capacity - tokens)
+        tables = (block_table_ptr, stride_table, cache_batch_idx_ptr, entries)
+        row_entries, slots, exists = _find_slots(b, positions, exists, tables, c)
         if is_v:
             if v_ptr is not None:
-                v_at = b.to(tl.int64) * stride_vb + new_tokens.to(tl.int64) * stride_vn + heads.to(tl.int64) * stride_vh
-                v, v_mask = _read(v_ptr, v_at, exists, c.HEAD_DIM_V, c.BLOCK_DV)
-                cache = (v_cache_ptr, stride_vcb, stride_vcn, stride_vch, v_descale_ptr, stride_vdb, stride_vdh)
-                _write_to_cache(v, v_mask, b, heads, row_entries, slots, cache, c)
+                v_offsets = _offsets(b, tokens, heads, (stride_vb, stride_vn, stride_vh))
+                v, v_mask = _load(v_ptr, v_offsets, exists, c.HEAD_DIM_V, c.BLOCK_DV)
+                v_targets = _offsets(row_entries, slots, heads, (stride_vcb, stride_vcn, stride_vch))
+                cache = (v_cache_ptr, v_descale_ptr, stride_vdb, stride_vdh)
+                _store_in_cache(v, v_mask, v_targets, b, heads, cache, c)
         else:
-            k_at = b.to(tl.int64) * stride_kb + new_tokens.to(tl.int64) * stride_kn + heads.to(tl.int64) * stride_kh
+            k_offsets = _offsets(b, tokens, heads, (stride_kb, stride_kn, stride_kh))
             if c.ROTARY > 0:
-                k, k_mask = _read_rotated(k_ptr, k_at, exists, positions, rotary, c)
+                k, k_mask = _load_rotated(k_ptr, k_offsets, exists, positions, rotary, c)
             else:
-                k, k_mask = _read(k_ptr, k_at, exists, c.HEAD_DIM, c.BLOCK_D)
-            cache = (k_cache_ptr, stride_kcb, stride_kcn, stride_kch, k_descale_ptr, stride_kdb, stride_kdh)
-            _write_to_cache(k, k_mask, b, heads, row_entries, slots, cache, c)
+                k, k_mask = _load(k_ptr, k_offsets, exists, c.HEAD_DIM, c.BLOCK_D)
+            k_targets = _offsets(row_entries, slots, heads, (stride_kcb, stride_kcn, stride_kch))
+            cache = (k_cache_ptr, k_descale_ptr, stride_kdb, stride_kdh)
+            _store_in_cache(k, k_mask, k_targets, b, heads, cache, c)
     elif c.ROTARY > 0:
         q_rows = (block - blocks_k - blocks_v) * c.ROWS + tl.arange(0, c.ROWS)
-        tokens = q_rows // heads_q
-        q_heads = (q_rows % heads_q).to(tl.int64)
-        q_tokens = tokens.to(tl.int64)
-        q_positions = n_cached + tokens * 0
+        q_tokens = q_rows // heads_q
+        q_heads = q_rows % heads_q
+        q_positions = n_cached + q_tokens * 0
         if c.ROTATES_PER_QUERY:
-            q_positions += tokens
-        q_at = b.to(tl.int64) * stride_qb + q_tokens * stride_qm + q_heads * stride_qh
-        q, is_query = _read_rotated(q_ptr, q_at, tokens < seqlen_q, q_positions, rotary, c)
-        rotated_at = b.to(tl.int64) * stride_rb + q_tokens * stride_rm + q_heads * stride_rh
-        addresses = rotated_ptr + rotated_at[:, None] + tl.arange(0, c.BLOCK_D)[None, :]
-        tl.store(addresses, round_to(q, rotated_ptr.dtype.element_ty), mask=is_query)
+            q_positions += q_tokens
+        q_offsets = _offsets(b, q_tokens, q_heads, (stride_qb, stride_qm, stride_qh))
+        q, q_mask = _load_rotated(q_ptr, q_offsets, q_tokens < seqlen_q, q_positions, rotary, c)
+        q_targets = _offsets(b, q_tokens, q_heads, (stride_rb, stride_rm, stride_rh))
+        addresses = rotated_ptr + q_targets[:, None] + tl.arange(0, c.BLOCK_D)[None, :]
+        tl.store(addresses, round_to(q, rotated_ptr.dtype.element_ty), mask=q_mask)
 
 
 def make_launch(problem: KVCacheProblem, tensors: KVCacheTensors, new: NewKeys) -> Launch | None:

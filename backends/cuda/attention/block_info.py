@@ -6,8 +6,10 @@ Query i is aligned with key i + offset, and sees the keys from `window_left` bef
 (causal: 0 after). So key j is seen by the queries from `window_right` before query j - offset to `window_left` after
 it. One rule serves both directions.
 
-Ranges are positions, (begin, full_begin, full_end, end): some rows see [begin, end), all see [full_begin, full_end).
-Blocks in [full_begin, full_end) need no mask. Blocks outside [begin, end) are not visited: a window costs its width.
+A range is four positions, (begin, full_begin, full_end, end). For keys that a tile of queries sees: every key that some
+query sees is in [begin, end), and all queries see each key in [full_begin, full_end). For queries that see a block of
+keys, likewise. Blocks in [full_begin, full_end) need no mask. Blocks outside [begin, end) are not visited: a window
+costs its width.
 
 `mask` is (n_queries, n_keys, offset, window_left, window_right) of one sequence. `tile_mask`, over a cache, is (group,
 window_left, window_right), because the numbers differ from tile to tile; group: query heads of a KV head.
@@ -81,14 +83,16 @@ def key_ranges(row0, mask, c: tl.constexpr):
 
 @triton.jit
 def query_ranges(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: tl.constexpr):
-    """Return the queries that see keys [col0, col0 + BLOCK_N). All bounds but the ends are multiples of BLOCK_M.
+    """Return the queries that see keys [col0, col0 + BLOCK_N). `begin` and `full_begin` are multiples of BLOCK_M.
 
-    A full block of queries may extend beyond the last query: the rows behind it read as zeros and their lse as inf, so
-    their weights are 0. EDGES: full blocks end with the last query at the latest, because the caller reads them without
-    a check for the sequence's end. A block that extends beyond it lies in [full_end, end).
+    Two flags say which blocks of queries count as full although they reach beyond the sequence:
 
-    Keys beyond the last one read as zeros, so their weights exp(0 - lse) may be infinite. WHOLE_KEYS: a block that has
-    such keys has no full blocks of queries, so that a mask drops them.
+    * The last block of queries may extend beyond the last query. The rows behind it read as zeros and their lse as inf,
+      so their weights are 0, and the block may be full. EDGES: it may not, because the caller reads full blocks without
+      a check for the sequence's end. Then it lies in [full_end, end), and full_end is a multiple of BLOCK_M, too.
+    * The block of keys may extend beyond the last key. Keys there read as zeros, so their weights exp(0 - lse) may be
+      infinite. They reach only their own rows of dK and dV, unless dQ is formed of the same weights. WHOLE_KEYS: such a
+      block of keys has no full blocks of queries, so that a mask drops its missing keys.
     """
     n_queries, n_keys, offset, window_left, window_right = mask
     first = col0 - offset

@@ -1,13 +1,13 @@
 """Block masks from terms (`diyfa.mask_terms`): lists and bits (`diyfa.block_lists`), without waiting for the device.
 
-A query sees a key if all comparisons of a term are true. `diyfa.mask_terms` has the table of comparisons, with the
-numbers and tensors of each in their order: `numbers[n]` is the first number of a comparison here, `tensors[t]` its
-tensor.
+A query sees a key if all comparisons of at least one term are true. `diyfa.mask_terms` has the table of comparisons,
+with the numbers and the tensor of each. The kernels get the numbers of all comparisons as one tuple, and their tensors
+as another: a comparison's own begin at `numbers[n]` and `tensors[t]`.
 
 1. `_ranges_kernel` finds the smallest and largest id of each block of keys, for each comparison "same".
-2. `_rows_kernel`: a program has one block of queries. It decides each key block by the positions of its corners: empty
-   (no query can see a key), full (every query sees every key), or uncertain. It evaluates the pairs of uncertain blocks
-   and writes their bits.
+2. `_rows_kernel`: a program has one block of queries. By the positions of its corners (`_bounds`) each key block is
+   empty (no query can see a key), full (every query sees every key), or uncertain. The program evaluates the pairs of
+   uncertain blocks (`_sees`) and writes their bits.
 3. `_lists_kernel` writes the lists of blocks, in their order, from the codes.
 
 Most time goes to the pairs of uncertain blocks. A mask that hides most blocks by position has few of them.
@@ -94,16 +94,17 @@ def _in_window(centre, other, count, width):
 
 @triton.jit
 def _sees_tile(tile_i, tile_j, n: tl.constexpr, numbers):
-    """Return whether queries of tile number tile_i see keys of tile number tile_j.
+    """Return whether queries of tile number tile_i see keys of tile number tile_j, by a comparison "tiles".
 
-    `numbers` from n + 3 on: tiles along three axes, then the window along them. The last axis varies fastest.
+    There are `size` tiles along each of three axes, of which a query sees `width`. The last axis varies fastest.
     """
     size0, size1, size2 = numbers[n + 3], numbers[n + 4], numbers[n + 5]
-    seen = _in_window(tile_i % size2, tile_j % size2, size2, numbers[n + 8])
+    width0, width1, width2 = numbers[n + 6], numbers[n + 7], numbers[n + 8]
+    seen = _in_window(tile_i % size2, tile_j % size2, size2, width2)
     tile_i, tile_j = tile_i // size2, tile_j // size2
-    seen &= _in_window(tile_i % size1, tile_j % size1, size1, numbers[n + 7])
+    seen &= _in_window(tile_i % size1, tile_j % size1, size1, width1)
     tile_i, tile_j = tile_i // size1, tile_j // size1
-    return seen & _in_window(tile_i % size0, tile_j % size0, size0, numbers[n + 6])
+    return seen & _in_window(tile_i % size0, tile_j % size0, size0, width0)
 
 
 @triton.jit
@@ -120,26 +121,29 @@ def _sees(TERM: tl.constexpr, INDEX: tl.constexpr, b, h, i, j, shift, exists_i, 
     n: tl.constexpr = COMPARISON[1]
     t: tl.constexpr = COMPARISON[2]
     if NAME == "band":
-        seen = (j >= i - numbers[n]) & (j <= i + numbers[n + 1])
+        left, right = numbers[n], numbers[n + 1]
+        seen = (j >= i - left) & (j <= i + right)
     elif NAME == "before":
-        seen = j < numbers[n]
+        count = numbers[n]
+        seen = j < count
     elif NAME == "prefix":
         seen = j < tl.load(tensors[t] + b)
     elif NAME == "same":
         ids = tensors[t] + b * strides[t]
         seen = tl.load(ids + i, mask=exists_i, other=0) == tl.load(ids + j, mask=exists_j, other=0)
     elif NAME == "tiles":
-        # Tokens of a tile, and of the grid of tiles. Text follows the grid: if numbers[n + 2] is 1, it is seen by all
-        # and sees all.
-        volume, tokens = numbers[n], numbers[n + 1]
-        is_text = (i >= tokens) | (j >= tokens)
-        seen = (is_text & (numbers[n + 2] != 0)) | ((is_text == 0) & _sees_tile(i // volume, j // volume, n, numbers))
+        # Text follows the tokens of the grid. If there is any, it sees all and is seen by all.
+        tile_tokens, grid_tokens, has_text = numbers[n], numbers[n + 1], numbers[n + 2]
+        is_text = (i >= grid_tokens) | (j >= grid_tokens)
+        in_grid = (is_text == 0) & _sees_tile(i // tile_tokens, j // tile_tokens, n, numbers)
+        seen = (is_text & (has_text != 0)) | in_grid
     elif NAME == "function":
-        # A mask function has no score: 0.
+        # The first argument of the program is a score, which a mask function does not use.
         seen = c.FUNCTION(0, b, h, i, j, (exists_i & exists_j, exists_i, exists_j), tensors)
-    else:
-        head = tensors[t] + b.to(tl.int64) * numbers[n] + h.to(tl.int64) * numbers[n + 1]
-        pairs = head + (i - shift).to(tl.int64) * numbers[n + 2] + j.to(tl.int64) * numbers[n + 3]
+    else:  # "dense"
+        stride_b, stride_h, stride_m, stride_n = numbers[n], numbers[n + 1], numbers[n + 2], numbers[n + 3]
+        head = tensors[t] + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+        pairs = head + (i - shift).to(tl.int64) * stride_m + j.to(tl.int64) * stride_n
         seen = tl.load(pairs, mask=exists_i & exists_j, other=0) != 0
     return seen
 
@@ -159,10 +163,12 @@ def _bounds(TERM: tl.constexpr, INDEX: tl.constexpr, b, rows, keys, block_j, inp
     i0, i1 = rows
     j0, j1, nk = keys
     if NAME == "band":
-        some = (j1 >= i0 - numbers[n]) & (j0 <= i1 + numbers[n + 1])
-        every = (j0 >= i1 - numbers[n]) & (j1 <= i0 + numbers[n + 1])
+        left, right = numbers[n], numbers[n + 1]
+        some = (j1 >= i0 - left) & (j0 <= i1 + right)
+        every = (j0 >= i1 - left) & (j1 <= i0 + right)
     elif NAME == "before":
-        some, every = j0 < numbers[n], j1 < numbers[n]
+        count = numbers[n]
+        some, every = j0 < count, j1 < count
     elif NAME == "prefix":
         length = tl.load(tensors[t] + b)
         some, every = j0 < length, j1 < length
@@ -178,14 +184,15 @@ def _bounds(TERM: tl.constexpr, INDEX: tl.constexpr, b, rows, keys, block_j, inp
         some = (query_max >= key_min) & (query_min <= key_max)
         every = (query_min == query_max) & (key_min == key_max) & (query_min == key_min)
     elif NAME == "tiles":
-        volume, tokens = numbers[n], numbers[n + 1]
-        text = numbers[n + 2] != 0
-        all_text = (i0 >= tokens) | (j0 >= tokens)  # each pair of the block has a query or a key in the text
+        tile_tokens, grid_tokens = numbers[n], numbers[n + 1]
+        has_text = numbers[n + 2] != 0
+        all_text = (i0 >= grid_tokens) | (j0 >= grid_tokens)  # each pair has a query or a key in the text
         # Only if the queries lie in one tile, and the keys in one, the corner at (i0, j0) decides on the block.
-        one_tile = (i0 // volume == i1 // volume) & (j0 // volume == j1 // volume) & (i1 < tokens) & (j1 < tokens)
-        seen = _sees_tile(i0 // volume, j0 // volume, n, numbers)
-        some = tl.where(all_text, text, (one_tile == 0) | seen)
-        every = tl.where(all_text, text, one_tile & seen)
+        one_tile = (i0 // tile_tokens == i1 // tile_tokens) & (j0 // tile_tokens == j1 // tile_tokens)
+        one_tile = one_tile & (i1 < grid_tokens) & (j1 < grid_tokens)
+        seen = _sees_tile(i0 // tile_tokens, j0 // tile_tokens, n, numbers)
+        some = tl.where(all_text, has_text, (one_tile == 0) | seen)
+        every = tl.where(all_text, has_text, one_tile & seen)
     else:  # "dense" and "function": positions say nothing, so each block is uncertain
         some, every = j0 >= 0, j0 < 0
     return some, every

@@ -1,8 +1,9 @@
 """The gradients of a score function's captured tensors: dS times the derivatives by the loaded values.
 
-Each program has a block of queries and loops over the keys that they see. It computes the scores another time, and adds
-to the gradients, in fp32, by atomics: a function may load any element for any pair. So sums have no fixed order, and
-deterministic calls are refused. The kernel has a tile of its own, which is not tuned: a second run would add twice.
+Each program has a block of queries and loops over the keys that they see. For each block of keys it computes the scores
+and dS another time. It adds dS times the derivatives to the *totals*, one fp32 tensor for each captured one, by
+atomics: a function may load any element for any pair. So sums have no fixed order, and deterministic calls are refused.
+The tile is not tuned: the second run of a measurement would add twice.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from diyfa.backends.cuda.attention.seq_info import seq_info
 from diyfa.backends.cuda.attention.tile_io import POINTER, cdiv, head_view, load_tile
 from diyfa.problem import AttentionProblem, Captured, Launch
 from diyfa.score_code import JitSource, gradients_source
-from diyfa.score_functions import MAX_TENSORS
+from diyfa.score_programs import MAX_TENSORS
 
 _TOTALS = tuple(f"total{n}_ptr" for n in range(MAX_TENSORS))
 
@@ -61,7 +62,7 @@ def _bwd_captured_kernel(
     scale, softcap, threshold, keep_scale,
     c: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of BLOCK_M queries of a head to the totals. All keys count as masked: there is one loop."""
+    """Add the gradients of BLOCK_M queries of a head to the totals, in one loop that masks all blocks of keys."""
     blocks_m = tl.cdiv(seqlen_q, c.BLOCK_M)
     pid = tl.program_id(0)
     row0 = pid % blocks_m * c.BLOCK_M
@@ -74,13 +75,10 @@ def _bwd_captured_kernel(
         return
     mask = (n_queries, n_keys, n_keys - n_queries, window_left, window_right)
     begin, _, _, end = key_ranges(row0, mask, c)
-    first = begin // c.BLOCK_N * c.BLOCK_N
-    list_ptr = 0
-    view = 0
-    if c.MASK_K:
+    if c.MASK_K:  # positions in the list of the queries' key blocks
         view = mask_view((mask_blocks_ptr, mask_bits_ptr, stride_maskb, stride_maskh), b, h, seqlen_q, seqlen_k, c)
         list_ptr, _, end = listed_keys(view, row0, c)
-        first = 0
+        begin = 0
     offs_m = row0 + tl.arange(0, c.BLOCK_M)
     q_position = (b, h, first_q, n_queries)
     k_position = (b, hk, first_k, n_keys)
@@ -99,8 +97,10 @@ def _bwd_captured_kernel(
     features = (scale, softcap, per_head, bias, rng_state_ptr, captured)
     score, row_keys, column_keys = head_features(b, h, features, c)
     row_words = position_words(*row_keys, offs_m) if c.DROPOUT else row_keys
-    for position in tl.range(first, end, c.BLOCK_N, disable_licm=True):
-        col0 = listed(position, list_ptr, c.MASK_K) if c.MASK_K else position
+    for position in tl.range(begin, end, c.BLOCK_N, disable_licm=True):
+        col0 = position
+        if c.MASK_K:
+            col0 = listed(position, list_ptr, c.MASK_K)
         offs_n = col0 + tl.arange(0, c.BLOCK_N)
         k = load_tile(keys, col0, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, True, POINTER, c)
         v = load_tile(values, col0, c.BLOCK_N, c.HEAD_DIM_V, c.BLOCK_DV, True, POINTER, c)
@@ -116,7 +116,7 @@ def _bwd_captured_kernel(
             q, k, v, do, lse_log2, delta, rows, cols, begins, visible, keep, keep_scale, mask, score, True, c
         )
         _tanh, argument = saved
-        s, positions, seen = argument  # what the score function got
+        s, positions, seen = argument  # of the score function
         c.SCORE_GRADIENTS(ds, s, b, h, positions, cols, seen, captured, totals)
 
 
@@ -128,20 +128,21 @@ class CapturedConstants(AttentionConstants):
 
 
 def make_launch(problem: AttentionProblem, values: dict[str, Any], captured: Captured) -> tuple[Launch, Captured]:
-    """Return (launch, the totals in float32 that it adds to). `values`: `Backward.pointer_arguments`."""
+    """Return (launch, the totals by number of the captured tensor). `values`: `Backward.pointer_arguments`."""
     tile = config(problem)
     assert tile is not None, "unsupported() accepted a problem that no tile fits"
     totals = {n: torch.zeros_like(x, dtype=torch.float32) for n, x in captured.items()}
     values = {**values, **{name: totals.get(n) for n, name in enumerate(_TOTALS)}}
     learned_tensors = tuple([n in captured for n in range(MAX_TENSORS)])
-    given = attention_constants(problem)
-    given["score_gradients"] = gradients_source(problem.score_fn, learned_tensors, SPELLING)
-    constants = CapturedConstants.read_from(problem, tile, **given)
+    constants = CapturedConstants.read_from(
+        problem, tile, **attention_constants(problem),
+        score_gradients=gradients_source(problem.score_fn, learned_tensors, SPELLING),
+    )  # fmt: skip
     grid = cdiv(problem.seqlen_q, tile.block_m) * problem.heads_q * problem.batch
     return bind_launch(_bwd_captured_kernel, grid, values, constants, schedule(tile)), totals
 
 
 def round_totals(totals: Captured, captured: Captured) -> None:
-    """Round the totals to the dtypes of the gradients."""
+    """Write the totals to the gradients `captured`, rounded to their dtypes."""
     for n, x in captured.items():
         x.copy_(totals[n])

@@ -63,15 +63,15 @@ def _dkdv_blocks(
 ):  # fmt: skip
     """Add to dk and dv what queries [start, end) of one head contribute. `blocks`: (start, end, gap_at, gap).
 
-    MASKED: compare positions, clear rows beyond a shorter sequence, and omit a gap of `gap` queries at `gap_at`. If all
-    sequences have one length, the last block needs no mask: queries beyond the end read as zeros, and their weights are
-    exp(s - inf) = 0.
+    * MASKED: compare positions, and leave out the `gap` queries from `gap_at` on, which are the full blocks. Positions
+      beyond the keys are not compared: they reach only their own rows of dk and dv, which the kernel clears. With a
+      block mask, apply its bits, too.
+    * With a block mask (c.MASK_Q), [start, end) are positions in a list of queries, and `block_mask` is (list, view).
+    * EDGES: FORM does not know where a sequence ends, so only blocks inside it are full. CHECK_ROWS: rows of q and dO
+      beyond the sequence are read as zeros. Their weights are exp(s - inf) = 0 in any case.
+    * AHEAD: load statistics one block ahead, which removes most spills of loops with wgmma and adds some to others.
 
-    With a block mask (c.MASK_Q), [start, end) are positions in a list of queries, `block_mask` is (list, view), and
-    MASKED applies the mask's bits.
-
-    AHEAD: load statistics one block ahead, which removes most spills of loops with wgmma and adds some to others. The
-    compiler must not move code out of the loops over queries and heads: the accumulators need the registers.
+    The compiler must not move code out of the loops over queries and heads: the accumulators need the registers.
     """
     lse_row, delta_row = statistics
     start, end, gap_at, gap = blocks

@@ -48,24 +48,28 @@ def reads_rows(problem: AttentionProblem, config: AttentionConfig) -> bool:
     return config.form == "tma" and (problem.seq_lens or problem.varlen)
 
 
-# Class of GPU and problem (`gpu_class`) -> rows (most padded head_dim, tile). The first row that fits is the default.
-# The others of its head_dim are candidates of the autotuner. Classes, and what limits their tiles:
+# The tables: class of GPU and problem (`gpu_class`) -> rows (most padded head_dim, tile). Of the rows that fit, the
+# first is the default, and the others of its head_dim are candidates of the autotuner. A tile is C(queries, keys,
+# warps, stages, form, figure, spill budget), the fields of `AttentionConfig`. Classes, and what limits their tiles:
 #
-# * wgmma: 16 bits on Hopper. "wgmma ragged": the same for sequences that differ in length, below.
-# * large, small: 16 bits on other GPUs, by the shared memory of a block.
-# * float32: operands take twice the memory and registers.
-# * turing: Triton emits no tensor-core instructions there, so products are multiply-adds, correct and slow. In the
+# * "wgmma": 16 bits on Hopper. "wgmma ragged": the same for sequences that differ in length (_RAGGED).
+# * "large", "small": 16 bits on other GPUs, by the shared memory of a block.
+# * "float32": operands take twice the memory and registers.
+# * "turing": Triton emits no tensor-core instructions there, so products are multiply-adds, correct and slow. In the
 #   backward pass at 256 features widened tiles do not fit, and others spill.
-# * unaligned: rows that are not 16-byte aligned pass through registers. The class is also for a V narrower than K on
+# * "unaligned": rows that are not 16-byte aligned pass through registers. The class is also for a V narrower than K on
 #   GPUs with wgmma: there Triton 3.6 emits wgmma that read V beyond its shared memory (wrong results or an illegal
 #   address; compute-sanitizer names the instruction). With tiles of 32 rows it uses mma.sync, which is right.
-# * eight bits, and two variants of it: float8 and int8.
+# * "eight bits": float8 and int8. "eight bits wgmma": on Hopper. "eight bits unaligned": rows as in "unaligned".
 #
-# Figures of the wgmma rows: TFLOP/s over the products the kernel does, bf16, 16384 tokens, heads * head_dim = 2048, at
-# S = 1k/4k/16k without a mask. Each is the best or nearly the best of 72 tiles somewhere on that grid
-# (benchmarks/results/h200-2026-11-21-tiles.json), even if ptxas spills a little: its budget is then what it spills.
-# Rows without figures were chosen because they compile without spills. Figures of 2026-11-23 are of 16 heads and 64 x
-# 1024 or 16 x 4096 tokens (benchmarks/results/h200-2026-11-23-kernel-tiles.json).
+# A figure is in TFLOP/s over the products that the kernel does, of bf16 without a mask unless it says otherwise:
+#
+# * of 2026-11-21: 16384 tokens, heads * head_dim = 2048, at S = 1k/4k/16k
+#   (benchmarks/results/h200-2026-11-21-tiles.json). Each tile is the best or nearly the best of 72 somewhere on that
+#   grid, even if ptxas spills a little: its budget is then what it spills.
+# * of 2026-11-23: 16 heads, 64 x 1024 and 16 x 4096 tokens (benchmarks/results/h200-2026-11-23-kernel-tiles.json).
+#
+# Tiles without a figure were chosen because they compile without spills.
 Row = tuple[int, AttentionConfig]
 C = AttentionConfig
 _H200 = "H200, 2026-11-21: "
@@ -228,7 +232,7 @@ _SHORT: tuple[Row, ...] = (*_SHORT_SMALL, (64, C(64, 64, 4, 1)), (64, C(64, 64, 
 # Tiles for which Triton emits no wgmma.
 _BIAS_SMALL: tuple[Row, ...] = ((64, C(32, 16, 4, 1)), (256, C(16, 16, 4, 1)), (1024, C(16, 16, 8, 1)))
 _WIDE_FLOAT32: tuple[Row, ...] = ((512, C(16, 16, 8, 1, spill_budget=64)), (1024, C(16, 16, 8, 1, spill_budget=64)))
-# If sequences differ in length, masked blocks are read by address and rows are not aligned, so that other tiles win.
+# If sequences differ in length, masked blocks are read by address and rows are not aligned. So other tiles win.
 # Figures: 64 sequences of 128 to 1920 tokens, TFLOP/s without and with a causal mask; "backward": of the whole pass.
 _RAGGED: dict[str, tuple[Row, ...]] = {
     "fwd": ((64, C(64, 64, 4, 2, "tma", _H200 + "351, 281")), (128, C(128, 64, 4, 2, "tma", _H200 + "431, 325", 128))),
@@ -243,7 +247,7 @@ _RAGGED: dict[str, tuple[Row, ...]] = {
     ),
 }
 # fmt: on
-# "wgmma ragged" has the rows of _RAGGED first, then those of "wgmma" with other tiles.
+# "wgmma ragged" has the rows of _RAGGED first, then those rows of "wgmma" whose tiles are not among them.
 for _kind, _table in (("fwd", _FORWARD), ("dkdv", _BACKWARD_DKDV), ("dq", _BACKWARD_DQ)):
     _tiles = {(width, replace(tile, measured="", spill_budget=0)) for width, tile in _RAGGED[_kind]}
     _others = [row for row in _table["wgmma"] if (row[0], replace(row[1], measured="", spill_budget=0)) not in _tiles]
@@ -300,8 +304,8 @@ def gpu_class(problem: AttentionProblem) -> str:
     return "large" if spec.shared_per_block >= 160 * 1024 else "small"
 
 
-# With fewer multiply-adds in the scores, a kernel takes about as long as the host needs to encode three descriptors (10
-# us: a forward call on (1, 8, 128, 64) costs the host 42 us with them, 32 us without; H200).
+# Fewest multiply-adds in the scores for which TMA pays. With fewer, a kernel takes about as long as the host needs to
+# encode three descriptors: 10 us (a forward call on (1, 8, 128, 64): 42 us with them, 32 us without; H200).
 TMA_MIN_WORK = 1 << 28
 
 
@@ -313,7 +317,8 @@ def has_tma(problem: AttentionProblem) -> bool:
     return bool(spec and spec.has_tma and problem.aligned and is_large)
 
 
-# Addresses that are not aligned take registers, and tiles of 64 rows then spill 16 to 264 bytes on sm_80, 86 and 120.
+# Spill budget of tiles of the kernel for short sequences, if addresses are not aligned: these take registers, and tiles
+# of 64 rows then spill 16 to 264 bytes on sm_80, 86 and 120.
 UNALIGNED_SPILLS = 264
 SPLIT, SHORT = ("dkdv", "dq"), ("short",)  # kernels of a backward pass; `_bwd_preprocess_kernel` comes before SPLIT
 MIN_QUERIES = 512  # fewest queries, of all heads of a group, for which the start-up of a key block's program pays
@@ -382,10 +387,10 @@ def _rows(kind: str, name: str, heads: _Heads) -> tuple[tuple[int, AttentionConf
     return tuple(x for x in rows if width <= x[0] and shared_bytes(kind, x[1], heads) <= spec.shared_per_block)
 
 
-# These features need more registers for every score, so lighter tiles come first (H200, D=64 and 128, S=4096: the plain
-# default was up to 3.6 times slower with a bias, 12 % with a softcap or dropout).
+# These features need more registers for each score, so light tiles, with few scores for each warp, come first (H200, D
+# = 64 and 128, S = 4096: the plain default was up to 3.6 times slower with a bias, 12 % with a softcap or dropout).
 PER_SCORE_FEATURES = ADJUSTING | {"dropout", "mask"}
-LIGHT_SCORES_PER_WARP = 1024
+LIGHT_SCORES_PER_WARP = 1024  # at most
 FULL_GPU = 132  # multiprocessors of an H200
 
 

@@ -94,7 +94,7 @@ PARTIALS_AT_ONCE = 8  # chunks that a program of `_combine_in_order_kernel` read
 class DecodeConstants(Constants):
     """Constants of `_decode_kernel`, `_combine_kernel` and `_combine_in_order_kernel`.
 
-    chunks_apart is never set together with split, nor without chunk > 0.
+    chunk > 0 excludes split. chunks_apart implies chunk > 0.
     """
 
     split: bool  # programs have shares of the iteration space; else each has a whole tile, or with chunks_apart a chunk
@@ -251,7 +251,8 @@ def _attend_keys(
         if not c.ONE_PAGE:
             keys += tl.arange(0, c.BLOCK_N)
         is_key = keys < n_keys
-        # Pages left of the window may hold NaN, and a weight of 0 times NaN is NaN. With ONE_PAGE no block lies in one.
+        # Pages left of the window may hold NaN, and a weight of 0 times NaN is NaN. With ONE_PAGE the loop visits no
+        # block of such a page.
         if c.HAS_LEFT and not c.ONE_PAGE:
             is_key = is_key & (keys >= first_key)
         page = _load_pages(table, keys, is_key, c)
@@ -283,7 +284,7 @@ def _attend_keys(
             s, _tanh = scores_log2(s, tokens[:, None], offs_n[None, :], (0, 0, 0), mask, True, score, True, PRECISE, c)
             s = tl.where(visible, s, float("-inf"))
             m_before = m_i
-            p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, 1.0, False)
+            p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, 1.0)
         p = round_to(p, q.dtype)
         if c.VALUE_PAIRS:
             even, odd = _load_pairs(v_base, v_rows, exists, c)
@@ -433,13 +434,15 @@ def _decode_kernel(
 ):  # fmt: skip
     """Attend to the blocks of keys that the schedule (`stream_k.py`) gives this program.
 
-    1. Find the program's share of the iteration space (SPLIT), or its tile or fixed chunk.
-    2. Walk along the share, from `position` to `share_end` on the line, which counts blocks, and for each tile the cost
-       of its start. Cut the share into chunks, one for each tile and head that it touches: blocks [begin, end), counted
-       from `first`, the first block that the tile sees. A chunk takes `taken` on the line. For each chunk load the
-       queries, and attend to its blocks of keys.
-    3. If the chunk is a whole tile, normalise the sums and write out and lse. Else write the sums to a slot of the
+    1. Find the program's share of the line (SPLIT), or its tile or fixed chunk.
+    2. SPLIT: walk along the share, from `position` to `share_end`, and cut a chunk of each tile and head that it
+       touches. A chunk is blocks [begin, end), counted from `first`, the first block that the tile sees. It takes
+       `taken` on the line, where a tile takes its blocks and the `cost` of its start (`divide_work`).
+    3. For each chunk, load the queries and attend to its blocks of keys.
+    4. If the chunk is a whole tile, normalise the sums and write out and lse. Else write the sums to a slot of the
        workspace, for the combine kernel.
+
+    Each tile with rows has at least one block, so its out and lse are written even if the rows see no key.
 
     The grid is (heads_in_parallel, shares) if SPLIT, else one program for each tile and KV head, or fixed chunk.
     """
@@ -470,7 +473,7 @@ def _decode_kernel(
             chunks_per_tile, heads_kv, blocks_m, lengths, tile_mask, c
         )
         first_q, n_queries, _, _, _ = sequence
-        if first < end:
+        if first < end:  # else the tile has no rows, or sees no key of the fixed chunk
             acc, l_i, m_i, rows = _attend_chunks(b, hk, block_m, first, end, sequence, inputs, tile_mask, c)
             if c.CHUNKS_APART:
                 store_fixed_chunk(acc, l_i, m_i, chunk, chunks_per_tile, rows_per_tile, memory, c)
@@ -494,8 +497,7 @@ def _decode_kernel(
                     position, tile_start, share_end, n_blocks, work, cost, c.ONE_ROUND, c.SPLIT_COST
                 )
                 hk = tl.program_id(0) + head_round * heads_in_parallel
-                # Else the share ends in what the line counts for the tile besides its blocks: nothing to attend to.
-                if begin < end:
+                if begin < end:  # else the share has no block of the tile (`next_chunk`)
                     acc, l_i, m_i, rows = _attend_rows(
                         b, hk, block_m, first + begin, first + end, sequence, inputs, tile_mask, c
                     )
@@ -513,7 +515,7 @@ def _decode_kernel(
 def kernel_constants(
     problem: KVCacheProblem, config: DecodeConfig, chunks: int = 1, heads_in_parallel: int = 1
 ) -> DecodeConstants:
-    """Constants of `_decode_kernel` for a call with so many `chunks_per_tile` and `heads_in_parallel`."""
+    """Return the constants of `_decode_kernel` for `chunks` chunks per tile and so many `heads_in_parallel`."""
     tiles = count_tiles(problem, config)
     scan = next((scan for scan in SCANS if tiles <= scan), SCANS[-1])
     by_size = {
@@ -531,7 +533,7 @@ def kernel_constants(
 def _constants_for_kind(
     problem: KVCacheProblem, config: DecodeConfig, split: bool, *by_size: tuple[str, Any]
 ) -> DecodeConstants:
-    """Return the constants, of which `by_size` depend on sizes of the problem."""
+    """Return the constants. `by_size`: (name, value) of those that depend on sizes of the problem."""
     block_d, block_d_tail = feature_blocks(problem.head_dim)
     block_dv = padded_head_dim(problem.head_dim_v)
     return DecodeConstants.read_from(
@@ -545,7 +547,7 @@ def _constants_for_kind(
 
 
 def select_config(problem: KVCacheProblem) -> DecodeConfig:
-    """The config of a call that `unsupported` accepts, or the one that `use_config("decode", ...)` sets."""
+    """Return the config of a call that `unsupported` accepts, or the one that `use_config("decode", ...)` sets."""
     config = forced_config("decode", problem) or decode_config(problem)
     assert config is not None, "unsupported() accepted a problem that no tile fits"
     return config
@@ -562,15 +564,16 @@ def make_launches(
     problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor, config: DecodeConfig,
     memory: torch.Tensor | None,
 ) -> list[Launch]:  # fmt: skip
-    """The launches that fill out and lse. `memory`: the `workspace`, or None."""
+    """Return the launches that fill out and lse. `memory`: the `workspace`, or None."""
     q, k, v = tensors.q, tensors.k_cache, tensors.v_cache
     keys_layout = VARLEN if problem.packed_keys else "bshd"
     count = programs(problem, config, q.device)
     if not count:
         return []
     chunks = chunks_per_tile(problem, config, q.device)
-    n_heads = gcd(problem.heads_kv, count)  # KV heads walked at the same time: their rows lie side by side in memory
-    c = kernel_constants(problem, config, chunks, n_heads)
+    # KV heads that are walked at the same time: their rows lie side by side in memory. It divides both.
+    heads_in_parallel = gcd(problem.heads_kv, count)
+    c = kernel_constants(problem, config, chunks, heads_in_parallel)
     sums, statistics = workspace_parts(memory, problem)
     arguments = {
         **pointers(q=q, k=k, v=v, o=out, lse=lse, sums=sums, statistics=statistics, slopes=tensors.alibi_slopes),
@@ -591,26 +594,27 @@ def make_launches(
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if problem.batch_invariant:
         options |= FIXED_ORDER_OPTIONS
-    grid = (n_heads, count // n_heads) if c.split else count
+    grid = (heads_in_parallel, count // heads_in_parallel) if c.split else count
     main = Launch(_decode_kernel, grid, arguments, {"c": c}, options)
     if memory is None:
         return [main]
-    return [main, combine_launch(problem, config, c, arguments, count, n_heads)]
+    return [main, combine_launch(problem, config, c, arguments, count, heads_in_parallel)]
 
 
 def cache_pass(
     problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor,
-    config: DecodeConfig | None = None, launches: Callable[..., list[Launch]] = make_launches,
+    config: DecodeConfig | None = None, launch_maker: Callable[..., list[Launch]] = make_launches,
 ) -> Pass:  # fmt: skip
-    """The pass that fills out and lse. `config`, `launches`: those of another kernel with the same schedule."""
+    """Return the pass that fills out and lse. `config`, `launch_maker`: of another kernel with the same schedule."""
     config = config or select_config(problem)
     memory = workspace(problem, config, tensors.q.device)
     clearing = forward_launches(problem, tensors, out, lse)
-    return Pass([*clearing, *launches(problem, tensors, out, lse, config, memory)], [] if memory is None else [memory])
+    launches = launch_maker(problem, tensors, out, lse, config, memory)
+    return Pass([*clearing, *launches], [] if memory is None else [memory])
 
 
 def forward_pass(problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> Pass:
-    """`cache_pass` for a forward pass: its keys are a cache that is full."""
+    """Return the pass that fills out and lse of a forward pass: its keys are a cache that is full."""
     cache_problem, cache_tensors = as_kvcache(problem, tensors)
     rows = out if problem.varlen else as_bhsd(out, problem.layout).transpose(1, 2)
     return cache_pass(cache_problem, cache_tensors, rows, lse)._replace(inputs=cache_tensors.present())

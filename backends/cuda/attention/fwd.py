@@ -3,9 +3,10 @@
 Each program has BLOCK_M queries of one head and loops over the keys in blocks of BLOCK_N. Scores stay on chip, the
 softmax is updated by rescaling (online softmax), and the output is normalised once at the end. Differences from the
 paper: There are two loops, one over blocks that every query sees, without a mask, and one over blocks that a window,
-the causal diagonal or the end of the sequence cuts. Exponentials are base 2, with the scale folded into one
-multiply-add. Query heads of a KV head (GQA) are neighbours in the grid, so their keys are in L2. Causal grids start
-with the longest rows. Optional features are compile-time flags: a call without them runs none of their instructions.
+the causal diagonal or the end of the sequence cuts. The running maximum starts at a finite number (LOWEST), so that no
+difference of maxima is -inf minus -inf. Exponentials are base 2, with the scale folded into one multiply-add. Query
+heads of a KV head (GQA) are neighbours in the grid, so their keys are in L2. Causal grids start with the longest rows.
+Optional features are compile-time flags: a call without them runs none of their instructions.
 """
 
 from __future__ import annotations
@@ -71,22 +72,18 @@ from diyfa.problem import AttentionProblem, AttentionTensors, Launch, cached_per
 
 
 @triton.jit
-def online_softmax_update(s, m_i, l_i, acc, scale_log2, GUARD: tl.constexpr, SHIFT: tl.constexpr = 0):
+def online_softmax_update(s, m_i, l_i, acc, scale_log2, SHIFT: tl.constexpr = 0):
     """Update running maximum, sum and output for a block of scores s [BLOCK_M, BLOCK_N].
 
-    Returns (p, m_i, l_i, acc). p: the block's weights relative to the new maximum. m_i is in units of log2. GUARD: the
-    maximum may still be -inf. SHIFT: keep the maximum that much lower, so that weights are up to 2**SHIFT.
+    Returns (p, m_i, l_i, acc). p: the block's weights relative to the new maximum. m_i is in units of log2, and starts
+    at LOWEST. SHIFT: keep the maximum that much lower, so that weights are up to 2**SHIFT.
     """
     if SHIFT:
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2 - SHIFT)  # [BLOCK_M]
     else:
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
-    if GUARD:  # avoid inf - inf
-        m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)
-    else:
-        m_ref = m_new
-    p = tl.math.exp2(s * scale_log2 - m_ref[:, None])  # [BLOCK_M, BLOCK_N]
-    alpha = tl.math.exp2(m_i - m_ref)  # [BLOCK_M]
+    p = tl.math.exp2(s * scale_log2 - m_new[:, None])  # [BLOCK_M, BLOCK_N]
+    alpha = tl.math.exp2(m_i - m_new)  # [BLOCK_M]
     return p, m_new, l_i * alpha + tl.sum(p, 1), acc * alpha[:, None]
 
 
@@ -120,8 +117,9 @@ def _attend_blocks(
 ):  # fmt: skip
     """Attend to the keys of `blocks`, and return the sums. `blocks`, `block_mask`: as `key_loops` returns them.
 
-    MASKED: compare positions, and with a block mask (c.MASK_K) apply its bits. Otherwise every query sees all keys.
-    `factors`: those of float8 and int8 (`query_factors`).
+    MASKED: compare positions, leave out the gap of `blocks`, and with a block mask (c.MASK_K) apply its bits. Without
+    MASKED every query sees all keys of these blocks; of a block mask they may still extend beyond a shorter sequence,
+    which CHECK_END hides. `factors`: those of float8 and int8 (`query_factors`).
     """
     acc, l_i, m_i = sums
     start, end, gap_at, gap = blocks
@@ -132,10 +130,8 @@ def _attend_blocks(
     PRECISE: tl.constexpr = q.dtype == tl.float32
     # The compiler must not move code out of the loop: the accumulator needs the registers.
     NO_LICM: tl.constexpr = c.FORM == DESCRIPTOR or c.MASK_K != 0
-    # Full blocks of a block mask may extend beyond a shorter sequence.
     CHECK_END: tl.constexpr = MASKED or (c.MASK_K != 0 and c.LENGTHS != EQUAL)
-    GUARD: tl.constexpr = CHECK_END or c.BIAS or c.SCORE_FN is not None
-    corner = tile_corner(row0, start, score, c)
+    corner = tile_corner(row0, start, score, c)  # pointer to the bias of the next block
     for start_n in tl.range(start, end, c.BLOCK_N, disable_licm=NO_LICM):
         block_corner = corner
         if c.MASK_K:
@@ -147,7 +143,7 @@ def _attend_blocks(
         offs_n = start_n + tl.arange(0, c.BLOCK_N)
         k = load_tile(keys, start_n, c.BLOCK_N, c.HEAD_DIM, c.BLOCK_D, CHECK_END, FORM, c)
         s = dot(q, tl.trans(k), c.PRECISION)  # [BLOCK_M, BLOCK_N]
-        # Adjusted scores will be in units of log2.
+        # Factor from s to units of log2. `scores_log2` applies the scale to adjusted scores itself.
         scale_log2 = 1.0 if c.ADJUSTED else scale * LOG2E
         if c.EIGHT_BITS:
             s, scale_log2 = tile_scores(s, scale_log2, factors, start_n, c)
@@ -165,7 +161,7 @@ def _attend_blocks(
             )
         if CHECK_END:
             s = tl.where(visible, s, float("-inf"))
-        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, GUARD, c.WEIGHT_SHIFT)
+        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, scale_log2, c.WEIGHT_SHIFT)
         if c.DROPOUT:  # after the sum: weights are normalised by the sum without dropout
             keep = keep_tile(*row_words, *position_words(*column_keys, offs_n), threshold)
             p = tl.where(keep, p, 0.0)

@@ -1,7 +1,11 @@
-"""Common code of the launchers: arguments, constants and tile of an attention call, `Kernel.launch` and `repeat`.
+"""Common code of the launchers, in the order in which a call needs it.
 
-A kernel's file has a function `describe(problem, tensors, results…) -> Pass`. `launching` and its relatives, at the end
-of this file, make `Kernel.launch` and `Kernel.repeat` of it.
+1. The arguments of kernels, by name: `strides`, `feature_arguments`, `input_arguments` …; `bind_launch` picks those
+   that a kernel takes.
+2. Their constants: `AttentionConstants`, `TileConstants`.
+3. The tile: `tuned_launches`.
+4. `Kernel.launch` and `Kernel.repeat` (`diyfa.problem`): `launching`, `repeating` and their relatives make them of the
+   function in a kernel's file that returns the `Pass` of a call, here called `describe`.
 """
 
 from __future__ import annotations
@@ -55,21 +59,22 @@ _forced: dict[str, Any] = {}  # kind of kernel -> config, or function of the pro
 BackwardReplay = Callable[..., list[torch.Tensor | None] | None]
 Tensors = TypeVar("Tensors", AttentionTensors, KVCacheTensors, NewKeys, MatmulTensors)
 
+# ---- Arguments ------------------------------------------------------------------------------------------------------
+
 # Sizes and strides with which a bias is read and its gradient written. If all are multiples of 16, kernels are compiled
 # for that: their loops have a sixth fewer instructions.
 BIAS_SIZES_AND_STRIDES = (
     "seqlen_q", "seqlen_k", "stride_biasb", "stride_biash", "stride_biasm", "stride_outb", "stride_outh", "stride_outm",
 )  # fmt: skip
-# Numbers and strides that kernels are not specialised for. The alignment of tensors that are read one number at a time
-# changes nothing.
+# Numbers for which kernels have no variants: neither for a stride of 1 nor for multiples of 16.
 RUNTIME_SIZES = (
     "stride_per_headb", "stride_maskb", "stride_maskh", "total_q", "total_k", "window_left", "window_right",
     "threshold", "interleaved_heads",
     "group",  # a variant for 1 has no loop over heads; ptxas serialises its wgmma in the dK/dV kernel (C7515)
 )  # fmt: skip
-SINKS_GRADIENT = [x.name for x in GRADIENTS].index("sinks")
 WARPS_AT_ONCE = 8  # warps whose tiles fill the registers of a multiprocessor
-# Pointers whose alignment kernels are not specialised for: per-head numbers, and all optional tensors but a bias.
+# Pointers for whose alignment kernels have no variants: per-head numbers, and all optional tensors but a bias. These
+# are read one number at a time.
 UNALIGNED_POINTERS = ("per_head_ptr", *(f"{x.name}_ptr" for x in TENSORS if not isinstance(x.shape, Broadcast)))
 
 
@@ -234,6 +239,8 @@ def bind_launch(kernel: Any, grid: int, values: dict[str, Any], constants: Const
     return Launch(kernel, grid, arguments, {"c": constants}, options, aligned)
 
 
+# ---- Constants ------------------------------------------------------------------------------------------------------
+
 # Features of the portable kernels. Those that change scores have a flag below, and scores.py computes them.
 FEATURES = frozenset(
     {
@@ -300,6 +307,9 @@ def tile_constants(problem: AttentionProblem, config: AttentionConfig) -> dict[s
     form = tile_form(config)
     edge_form = PORTABLE.value if reads_rows(problem, config) else form
     return attention_constants(problem) | {"form": form, "edge_form": edge_form}
+
+
+# ---- The tile -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -382,7 +392,10 @@ def is_settled(problem: AttentionProblem, *kinds: str) -> bool:
     )
 
 
-# ---- `Kernel.launch` and `Kernel.repeat` of a pass -----------------------------------------------------------------
+# ---- `Kernel.launch` and `Kernel.repeat` of a pass -------------------------------------------------------------------
+
+OUT, LSE = 3, 4  # indices among the tensors of a backward pass: q, k, v, out, lse, the optional ones, dout
+SINKS_GRADIENT = [x.name for x in GRADIENTS].index("sinks")
 
 
 def _distinct_objects(tensors: Tensors) -> Tensors:
@@ -448,9 +461,9 @@ def launching_backward(describe: Callable[..., Pass]) -> Callable[..., None]:
 def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardReplay | None]:
     """Return `Kernel.repeat` of a backward pass, for calls in which no optional tensor but sinks needs a gradient.
 
-    `diyfa.problem.Kernel` defines its arguments. `owners`: the one to three tensors that contain dq, dk and dv. The
-    function that it returns gives [owners, filled up to three with None; gradients of optional tensors, None but for
-    sinks].
+    `diyfa.problem.Kernel` defines its arguments. `owners`: the one to three tensors that contain dq, dk and dv. A
+    repetition returns new owners, filled up to three with None, then the gradients of optional tensors: None except for
+    sinks.
     """
 
     def repeat(
@@ -465,7 +478,8 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
         with on_device(out):
             described = describe(problem, tensors, out, lse, dout, None, gradients)
         q, k, v, *optional = tensors.present()
-        inputs, outputs = [q, k, v, out, lse, *optional, dout], [*owners, *([] if delta is None else [delta])]
+        inputs = [q, k, v, out, lse, *optional, dout]
+        outputs = [*owners, *([] if delta is None else [delta])]
         replay = make_replay(described, inputs, outputs, choice)
         if replay is None:
             return None
@@ -479,10 +493,10 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
             `saved`: the call's tensors in the order of `inputs`, without dout. `addresses`: those of `saved`, then of
             dout.
             """
-            # The other call must have the strides of the first one, and out (3), lse (4) and dout (-1) aligned to 16
-            # bytes. q, k and v are aligned as in the first call: that is in the key. Optional tensors are read one
-            # number at a time: their alignment does not matter.
-            if (addresses[3] | addresses[4] | addresses[-1]) & 15 or [x.stride() for x in saved] != first_strides:
+            # The other call must have the strides of the first one, and out, lse and dout (-1) aligned to 16 bytes. q,
+            # k and v are aligned as in the first call: that is in the key. Optional tensors are read one number at a
+            # time: their alignment does not matter.
+            if (addresses[OUT] | addresses[LSE] | addresses[-1]) & 15 or [x.stride() for x in saved] != first_strides:
                 return None
             results = replay(addresses)  # the owners, delta if there is one, and the pass's memory
             if results is None:
@@ -491,7 +505,7 @@ def repeating_backward(describe: Callable[..., Pass]) -> Callable[..., BackwardR
             if sinks_index is not None:
                 dsinks = gradients[3 + SINKS_GRADIENT] = torch.empty_like(saved[sinks_index])
                 with on_device(dsinks):
-                    _fill_dsinks(saved[sinks_index], saved[4], results[count], dsinks)
+                    _fill_dsinks(saved[sinks_index], saved[LSE], results[count], dsinks)
             return gradients
 
         return run_again

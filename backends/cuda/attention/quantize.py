@@ -6,11 +6,12 @@ A descale is the largest magnitude of the rows that share it, divided by the dty
 2. the largest magnitude: `_quantize_kernel` in mode MEASURE;
 3. the result: `_quantize_kernel` in mode GIVEN multiplies rows by the descale's reciprocal and rounds them.
 
-With `smooth` and without rotation, pass 1 does the work of pass 2. In a column, |x - mean| is largest where x is the
-column's smallest or its largest number. `_sum_kernel` finds both beside the sum, and `_mean_kernel` the magnitude.
+Two cases need fewer passes over the rows:
 
-With one descale for each block, one launch in mode ALONE takes the place of 2 and 3: each program measures its own
-blocks.
+* With `smooth` and without rotation, pass 1 does the work of pass 2. In a column, |x - mean| is largest where x is the
+  column's smallest or its largest number. `_sum_kernel` finds both beside the sum, and `_mean_kernel` the magnitude.
+* With one descale for each block, one launch in mode BY_BLOCK does passes 2 and 3: a program that has a block in
+  registers measures it and quantises it.
 
 **Rotation.** `_quantize_kernel` rotates the rows that it reads, if asked, then subtracts the mean. Rotation is linear:
 the mean of rotated rows is the rotated mean, so `_mean_kernel` rotates that vector alone. The Hadamard matrix of D
@@ -48,7 +49,7 @@ ROWS_PER_CHUNK = tl.constexpr(SUMMED_ROWS)
 ROTATED_COLUMNS = 64
 ROTATED_BLOCKS = 4  # blocks that share a program's Hadamard matrix
 PREFETCHED_BYTES = 65536  # for blocks that are copied ahead; with the matrix they fit the shared memory of every GPU
-MEASURE, ALONE, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # modes
+MEASURE, BY_BLOCK, GIVEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # modes
 TENSOR = tl.constexpr(PER_TENSOR)
 SMALLEST = tl.constexpr(SMALLEST_DESCALE)
 PARITIES = tl.constexpr(0x6996)  # bit i is the parity of i's bits
@@ -64,7 +65,7 @@ class QuantizeConstants(Constants):
     block_d: int
     blocks: int  # blocks of a program, one after another
     slice: int  # columns of a slice of the rows: all of them, or with a rotation those of one product
-    mode: int  # MEASURE, ALONE or GIVEN; the kernels of the mean find the magnitude with MEASURE
+    mode: int  # MEASURE, BY_BLOCK or GIVEN; the kernels of the mean find the magnitude with MEASURE
     kind: int  # kind of descale: PER_TENSOR, PER_HEAD or PER_BLOCK
     rotate: bool
     smooth: bool
@@ -231,7 +232,7 @@ def _quantize_kernel(
 
     * MEASURE: raise `magnitude` to that of these rows.
     * GIVEN: read `magnitude`, write the `descale` that follows from it, one number or (B, H // group), and quantise.
-    * ALONE: write the descale of each block to `descale` (B, H, blocks), and quantise.
+    * BY_BLOCK: write the descale of each block to `descale` (B, H, blocks), and quantise.
     """
     blocks = tl.cdiv(n_rows, c.BLOCK_M)
     programs = tl.cdiv(blocks, c.BLOCKS)  # of a head
@@ -315,7 +316,7 @@ def mean_launches(
     If `magnitude` is given, they also raise it to that of the smoothed rows.
     """
     batch, heads, rows, head_dim = x.shape
-    mode = ALONE if magnitude is None else MEASURE
+    mode = BY_BLOCK if magnitude is None else MEASURE
     kind = PER_TENSOR if magnitude is None else scheme.kind  # with PER_BLOCK block_m would be that of the descales
     chunks, c = sums.shape[2], constants(x, scheme._replace(kind=kind), mode.value)
     sizes = {"heads": heads, "n_rows": rows, "chunks": chunks}
@@ -337,7 +338,7 @@ def make_launch(
     x: torch.Tensor, mean: torch.Tensor | None, values: torch.Tensor | None, magnitude: torch.Tensor | None,
     descale: torch.Tensor | None, scheme: Scheme, mode: int,
 ) -> Launch:  # fmt: skip
-    """Return the launch of `_quantize_kernel` over x (B, H, S, D). `mode`: MEASURE, ALONE or GIVEN."""
+    """Return the launch of `_quantize_kernel` over x (B, H, S, D). `mode`: MEASURE, BY_BLOCK or GIVEN."""
     batch, heads, rows, head_dim = x.shape
     c = constants(x, scheme, mode)
     arguments: dict[str, Any] = {
@@ -368,6 +369,6 @@ def quantize(x: torch.Tensor, values: torch.Tensor, scheme: Scheme) -> tuple[tor
                 launch_kernel(launch)
         if not by_block and (scheme.rotate or not scheme.smooth):
             launch_kernel(make_launch(x, mean, None, magnitude, None, scheme, MEASURE.value))
-        mode = ALONE if by_block else GIVEN
+        mode = BY_BLOCK if by_block else GIVEN
         launch_kernel(make_launch(x, mean, values, magnitude, descale, scheme, mode.value))
     return descale, mean

@@ -60,16 +60,22 @@ def idle_warps():
 @constexpr_function
 def _named_barrier(action, number):
     """Return PTX of a named barrier of two warpgroups: bar.sync or bar.arrive."""
-    return f"bar.{action} {number}, 256; mov.b32 $0, 0;"
+    return f"mov.b32 $0, 0; bar.{action} {number}, 256;"
 
 
 @gluon.jit
 def turn(ACTION: gl.constexpr, CONSUMER: gl.constexpr):
-    """Wait for the turn of one of two consumer warpgroups ("sync"), or give it the turn and go on ("arrive").
+    """Wait for the ping-pong turn of a consumer warpgroup ("sync"), or give it the turn and go on ("arrive").
 
-    Triton itself uses the named barriers below 8.
+    Each consumer has a named barrier, between itself and the one before it. Triton itself uses those below 8.
     """
     _inline_ptx(_named_barrier(ACTION, 8 + CONSUMER))
+
+
+@gluon.jit
+def sync_consumers():
+    """Wait for the other one of two consumer warpgroups, in kernels without ping-pong turns."""
+    _inline_ptx(_named_barrier("sync", 8))
 
 
 @gluon.jit

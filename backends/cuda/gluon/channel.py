@@ -14,12 +14,14 @@ class Channel:
     """Items are numbered from 0 on; item n uses stage n % STAGES. The memory of the stages belongs to the user.
 
     A stage has two mbarriers. `full` completes when the producer has filled the stage, `empty` when all consumers have
-    released it. Both count phases, so nobody resets them: the n-th item of a stage waits for the parity of n.
+    released it. A barrier counts its phases, so nobody resets it: the n-th item of a stage (n = item // STAGES) waits
+    for phase n, which it tells from phase n - 1 by its parity.
 
         producer:  acquire(item), fill the stage, commit(item); TMA completes full_barrier(item) by itself
         consumer:  wait(item), read the stage, release(item)
 
-    A partition has one warp or WARPS warps. Warps of the latter wait and arrive each for itself (`barriers.py`).
+    The partitions that use it have one warp or WARPS warps. Each of WARPS warps waits and arrives for itself
+    (`barriers.py`).
     """
 
     full: gl.shared_memory_descriptor
@@ -84,7 +86,7 @@ class Channel:
 
     @gluon.jit
     def signal(self, item):
-        """Arrive at the item's `full` barrier, once for each warp. For items without memory, as a mere signal."""
+        """Arrive at the item's `full` barrier, once for each warp. For items without memory: it orders no stores."""
         _arrive(self.full_barrier(item))
 
     @gluon.jit

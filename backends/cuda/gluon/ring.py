@@ -12,8 +12,8 @@ from diyfa.backends.cuda.gluon.compat import aggregate
 class KVRing:
     """Tiles of K and V, and the channel that hands them over. K of the n-th block is item 2n, its V item 2n + 1.
 
-    Unless ONE_RING, the channel has evenly many stages: K has the even ones, V the odd ones. `hopper/bwd_wide_dq.py`
-    uses the ring the other way round: V comes first, as item 2n, and K is item 2n + 1.
+    ONE_RING: any stage may hold K or V. Otherwise the number of stages is even: K has the even ones, V the odd ones.
+    `hopper/bwd_wide_dq.py` uses the ring the other way round: V is item 2n, and K is item 2n + 1.
     """
 
     k_buffers: gl.shared_memory_descriptor

@@ -29,7 +29,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
 from diyfa.backends.cuda.attention.tile_io import PACKED
-from diyfa.backends.cuda.gluon.barriers import WARPS, idle_warps, wait_for_previous_kernels, wait_for_stores
+from diyfa.backends.cuda.gluon.barriers import (
+    WARPS,
+    idle_warps,
+    sync_consumers,
+    wait_for_previous_kernels,
+    wait_for_stores,
+)
 from diyfa.backends.cuda.gluon.block_mask import BlockMask
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, async_reduce_add, optimisation_barrier, reinterpret
@@ -50,7 +56,6 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     start_product,
     store_boxes,
     store_from_registers,
-    sync_consumers,
     used_columns,
 )
 from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, to_register_order
@@ -131,7 +136,7 @@ def _allocate_gradients(k_tensor, dq_tensor, config: gl.constexpr):
 
 @gluon.jit
 def _load_block(keys, h, i, item, words_item, sizes, shared, inputs):
-    """Start copying the i-th block of queries of head h, and copy its words of a block mask, if it has some.
+    """Start copying the i-th block of queries of head h. Copy its words of a block mask, if it is in a partial block.
 
     `words_item`: item of `MaskWords` of the head's first block. Blocks with words come first.
     """
@@ -149,8 +154,8 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
     For each block of keys
 
     1. copy the first block of queries, whose stage is free early;
-    2. wait until the consumers have finished the block of keys before, and tell all roles the new one;
-    3. copy K and V, to buffers that are free since then, and the other blocks of queries of all heads of the group;
+    2. wait until the consumers have finished the previous block of keys, and tell all roles the new one (`KeyBlocks`);
+    3. copy K and V, whose buffers are free since then, and the other blocks of queries of all heads of the group;
     4. announce the chunk of dQ that comes with the block (`RollingDq`).
 
     The drawn `index` is the number of a block of keys (`locate_key_block`). With a block mask, which excludes ROLLING,

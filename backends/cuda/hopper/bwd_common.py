@@ -26,7 +26,7 @@ from diyfa.backends.cuda.hopper.bwd_tiles import (
     first_query_block,
     locate_key_block,
 )
-from diyfa.backends.cuda.hopper.epilogue import head_offset, matrix, store_float32
+from diyfa.backends.cuda.hopper.epilogue import head_rows, store_float32
 from diyfa.backends.cuda.hopper.mma import ROWS, accumulator_layout, box_buffer, box_matrix, buffer_count
 from diyfa.backends.cuda.hopper.softmax import LOG2E, reciprocal_of_exp2, split_columns
 from diyfa.backends.cuda.hopper.tiles import sequence_end, start_load, start_store
@@ -291,12 +291,6 @@ def run_key_block(sizes, shared, exchange, inputs, outputs):
 # ---- the consumers
 
 
-@gluon.jit
-def sync_consumers():
-    """Wait for the other consumer, on a named barrier that Triton itself does not use."""
-    gl.inline_asm_elementwise("mov.b32 $0, 0; bar.sync 8, 256;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-
-
 @constexpr_function
 def box_width(box, boxes, last_columns):
     """How many columns of a box the products use, in a tile of `boxes` boxes."""
@@ -424,10 +418,8 @@ def store_boxes(
 @gluon.jit
 def store_from_registers(x, pointer, tensor, consumer, column: gl.constexpr):
     """Write x [64, columns], an accumulator, as a consumer's rows of dK or dV, from `column` on."""
-    config: gl.constexpr = consumer.shared.config
+    IS_PACKED: gl.constexpr = consumer.shared.config.LENGTHS == PACKED
     keys = consumer.keys
-    rows = matrix(pointer, tensor, 0)
-    PACKED_OR_EQUAL: gl.constexpr = PACKED if config.LENGTHS == PACKED else EQUAL
-    offset = head_offset(rows, keys.b, keys.hk, keys.first_k, PACKED_OR_EQUAL)
-    end = keys.n_keys if config.LENGTHS == PACKED else consumer.sizes.seqlen_k
-    store_float32(x, rows, offset, keys.col0 + consumer.ROW, end, column)
+    rows = head_rows(pointer, tensor, keys.b, keys.hk, keys.first_k, IS_PACKED)
+    end = keys.n_keys if IS_PACKED else consumer.sizes.seqlen_k
+    store_float32(x, rows, keys.col0 + consumer.ROW, end, column)

@@ -51,39 +51,37 @@ from diyfa.problem import (
     per_head_stride,
 )
 
+OPTIONS = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}
+
 
 def count_blocks(problem: AttentionProblem, block_m: int) -> int:
-    """Number of blocks of queries of all heads. Each sequence has blocks of its own."""
+    """Return the number of blocks of queries of all heads. Each sequence has blocks of its own."""
     if problem.varlen:
         return problem.heads_q * (problem.total_q // block_m + problem.batch)
     return problem.batch * problem.heads_q * cdiv(problem.seqlen_q, block_m)
 
 
-# For each input: argument names of its descriptor, its steps between samples, and its steps between rows.
-_INPUTS = [(f"{x}_tensor", f"steps_{x}b", f"steps_{x}{'n' if x in ('k', 'v') else 'm'}") for x in ("q", "k", "v", "do")]
-
-
-class _Form(NamedTuple):
-    """Facts that decide the constants of the kernels, beside the problem's kind. Those of `Sm90Backward`."""
+class _Variant(NamedTuple):
+    """Facts that decide the constants of the kernels, beside the problem's kind."""
 
     config: Sm90BwdConfig
     boxes: int  # TMA boxes in a tile of Q or K
     boxes_v: int  # boxes in a tile of V or dO
-    in_order: bool
-    rolling: bool
+    in_order: bool  # dQ is added up in a fixed order
+    rolling: bool  # the main kernel converts dQ (`RollingDq`)
 
 
 @cached_per_kind
-def _query_constants(problem: AttentionProblem, form: _Form) -> QueryConstants:
-    block_dv = BOX_COLUMNS << (form.boxes_v - 1).bit_length()
-    return QueryConstants(form.config.block_m, form.boxes * BOX_COLUMNS, block_dv, lengths_constant(problem))
+def _query_constants(problem: AttentionProblem, variant: _Variant) -> QueryConstants:
+    block_dv = BOX_COLUMNS << (variant.boxes_v - 1).bit_length()
+    return QueryConstants(variant.config.block_m, variant.boxes * BOX_COLUMNS, block_dv, lengths_constant(problem))
 
 
-def _box_constants(problem: AttentionProblem, form: _Form, store_from_registers: bool) -> dict[str, Any]:
+def _box_constants(problem: AttentionProblem, variant: _Variant, store_from_registers: bool) -> dict[str, Any]:
     """Return the fields of `BoxConstants` that are no fields of the problem or the config."""
     return {
-        "boxes": form.boxes,
-        "boxes_v": form.boxes_v,
+        "boxes": variant.boxes,
+        "boxes_v": variant.boxes_v,
         "used_boxes": cdiv(problem.head_dim, BOX_COLUMNS),
         "used_boxes_v": cdiv(problem.head_dim_v, BOX_COLUMNS),
         "has_left": problem.window_left >= 0,
@@ -94,51 +92,51 @@ def _box_constants(problem: AttentionProblem, form: _Form, store_from_registers:
 
 
 @cached_per_kind
-def _constants(problem: AttentionProblem, form: _Form, store_from_registers: bool) -> Sm90BwdConstants:
-    columns = last_columns(problem) if form.config.form == "keys" else BOX_COLUMNS
+def _constants(problem: AttentionProblem, variant: _Variant, store_from_registers: bool) -> Sm90BwdConstants:
     return Sm90BwdConstants.read_from(
-        problem, form.config, **_box_constants(problem, form, store_from_registers), deterministic=form.in_order,
-        rolling=form.rolling, last_columns=columns, mask_q=problem.mask[0] if problem.mask else 0,
+        problem, variant.config, **_box_constants(problem, variant, store_from_registers),
+        deterministic=variant.in_order, rolling=variant.rolling, mask_q=problem.mask[0] if problem.mask else 0,
+        last_columns=last_columns(problem) if variant.config.form == "keys" else BOX_COLUMNS,
     )  # fmt: skip
 
 
 @cached_per_kind
-def _dq_constants(problem: AttentionProblem, form: _Form, store_from_registers: bool) -> Sm90BwdDqConstants:
-    shared = _box_constants(problem, form, store_from_registers)
-    stages = dq_stages(form.boxes, form.boxes_v)
-    return Sm90BwdDqConstants.read_from(problem, form.config, **shared, stages=stages, causal=problem.causal)
+def _dq_constants(problem: AttentionProblem, variant: _Variant, store_from_registers: bool) -> Sm90BwdDqConstants:
+    shared = _box_constants(problem, variant, store_from_registers)
+    stages = dq_stages(variant.boxes, variant.boxes_v)
+    return Sm90BwdDqConstants.read_from(problem, variant.config, **shared, stages=stages, causal=problem.causal)
 
 
 class Sm90Backward:
     """The launches of one backward pass, and their workspace.
 
-    `heads_kv`: KV heads, or if groups of query heads are divided, subgroups (`bwd_partials.py`). `in_order`: dQ is
-    added up in a fixed order. `rolling`: the main kernel converts dQ (`RollingDq`).
+    `config.form` decides which launches there are:
 
-    `config.form` decides which launches there are. "keys": `prepare`, the main kernel, and unless rolling `convert`.
-    "mla": the same, never rolling. "columns": `prepare`, the main kernel for dK and dV, and one for dQ.
+    * "keys": `prepare`, the main kernel, and `convert` unless the main kernel converts dQ itself.
+    * "mla": `prepare`, the main kernel and `convert`.
+    * "columns": `prepare`, the main kernel for dK and dV, and one for dQ.
+
+    `dq`: the result. `dq_acc`: the fp32 dQ to which programs add, None for "columns". `heads_kv`: KV heads, or if
+    groups of query heads are divided, their subgroups (`bwd_partials.py`).
     """
 
     def __init__(
         self, problem: AttentionProblem, tensors: AttentionTensors, config: Sm90BwdConfig, lse: torch.Tensor,
         dq: torch.Tensor,
     ) -> None:  # fmt: skip
-        self.problem, self.tensors, self.config, self.lse, self.out = problem, tensors, config, lse, dq
+        self.problem, self.tensors, self.config, self.lse, self.dq = problem, tensors, config, lse, dq
         if config.form == "mla":
-            self.boxes, boxes_v = BOXES.value, BOXES_V.value
+            boxes, boxes_v = BOXES.value, BOXES_V.value
         else:  # at least one box for each consumer that has columns of its own
             fewest = 1 if config.form == "keys" else CONSUMERS
-            self.boxes, boxes_v = (
-                max(cdiv(d, BOX_COLUMNS), fewest) for d in (problem.head_dim, problem.head_dim_v)
-            )  # fmt: skip
+            boxes, boxes_v = (max(cdiv(d, BOX_COLUMNS), fewest) for d in (problem.head_dim, problem.head_dim_v))
+        in_order = problem.deterministic and config.form == "keys"
+        self.variant = _Variant(config, boxes, boxes_v, in_order, _can_roll(problem, config, dq))
         self.multiprocessors = multiprocessors(dq.device) or FULL_GPU
         self.subgroups = bwd_partials.count_subgroups(problem, config.block_n, self.multiprocessors)
         self.heads_kv = problem.heads_kv * self.subgroups
         key_blocks = cdiv(problem.seqlen_k, config.block_n) * problem.batch * self.heads_kv
         self.programs = min(key_blocks, self.multiprocessors) if config.form == "keys" else key_blocks
-        self.in_order = problem.deterministic and config.form == "keys"
-        self.rolling = _can_roll(problem, config, dq)
-        self.form = _Form(config, self.boxes, boxes_v, self.in_order, self.rolling)
         lengths = (tensors.cu_seqlens_q, tensors.cu_seqlens_k) if problem.varlen else (tensors.seq_lens,) * 2
         self.sizes = fields_of(problem, "heads_q", "batch", "seqlen_q", "seqlen_k", "total_q", "total_k")
         self.sizes |= dict(zip(LENGTH_POINTERS, lengths, strict=True))
@@ -147,24 +145,27 @@ class Sm90Backward:
 
     def _allocate(self, key_blocks: int) -> None:
         """Allocate the workspace. Each part has a multiple of 4 numbers, so that all begin at multiples of 16 bytes."""
-        problem, m = self.problem, self.config.block_m
+        problem, m, rolling = self.problem, self.config.block_m, self.variant.rolling
         blocks = self.dq_blocks = count_blocks(problem, m)
-        if self.config.form == "columns":  # adds dQ up in registers
+        if self.config.form == "columns":
             self.dq_blocks = 0
-        elif self.rolling:
+        elif rolling:
             self.dq_blocks = self.slots * (problem.heads_q // self.heads_kv) * cdiv(problem.seqlen_q, m)
-        numbers = (  # of 4 bytes, float32 or int32
-            self.dq_blocks * m * self.boxes * BOX_COLUMNS,  # dQ in fp32
-            blocks * m * 2,  # statistics
-            4,  # counter
-            2 * problem.batch * problem.heads_q if self.rolling else 0,  # counts of `RollingDq`
-            1 + 2 * key_blocks if problem.mask else 0,  # long_blocks
-            blocks * CONSUMERS if self.in_order else 0,  # semaphores
+        numbers = {  # of 4 bytes: float32, then int32 from the counter on
+            "dq_acc": self.dq_blocks * m * self.variant.boxes * BOX_COLUMNS,
+            "statistics": blocks * m * 2,
+            "counter": 4,
+            "counts": 2 * problem.batch * problem.heads_q if rolling else 0,  # of `RollingDq`
+            "long_blocks": 1 + 2 * key_blocks if problem.mask else 0,
+            "semaphores": blocks * CONSUMERS if self.variant.in_order else 0,
+        }
+        sizes, partial_sizes = (
+            [cdiv(n, 4) * 4 for n in numbers.values()],
+            bwd_partials.partial_sizes(problem, self.subgroups),
         )
-        sizes, partial_sizes = [cdiv(n, 4) * 4 for n in numbers], bwd_partials.partial_sizes(problem, self.subgroups)
         self.workspace = self.lse.new_empty(sum(sizes) + sum(partial_sizes))
-        dq, statistics, *words, partials = self.workspace.split([*sizes, sum(partial_sizes)])
-        self.dq = dq.view(-1, DQ_COLUMNS.value) if self.dq_blocks else None
+        dq_acc, statistics, *words, partials = self.workspace.split([*sizes, sum(partial_sizes)])
+        self.dq_acc = dq_acc.view(-1, DQ_COLUMNS.value) if self.dq_blocks else None
         self.statistics = statistics.view(-1, m)
         self.counter, self.counts, self.long_blocks, self.semaphores = (
             x.view(torch.int32) if x.numel() else None for x in words
@@ -175,9 +176,9 @@ class Sm90Backward:
         """Return how many heads of K are interleaved (`locate_key_block`), and the `delay` and `slots` of `RollingDq`.
 
         All three follow from `n_active`, how many heads programs work at simultaneously. While a program works at a
-        block of keys, the others draw about as many blocks as there are programs: they are blocks of n_active heads, of
-        which the first and the last are not complete. Under a causal mask the first block of a head takes twice the
-        average, and twice as many blocks are drawn meanwhile.
+        block of keys, the others draw about as many blocks as there are programs. These are blocks of n_active heads,
+        the first and the last of which are not complete. If blocks differ in length (`is_uneven`), a program may work
+        at one for twice the average time, and twice as many blocks are drawn meanwhile.
 
         * interleaved heads: half of n_active, where blocks of a head differ in length or wait for each other; else 1.
         * delay, heads between adding dQ and converting it: n_active, so that few wait for a head's last blocks.
@@ -191,19 +192,22 @@ class Sm90Backward:
         half = cdiv(n_active, 2)
         # In order and without a mask, blocks of one head would wait for each other: interleave all heads, `half` at a
         # time.
-        if self.in_order and problem.window_left < 0 and problem.window_right < 0:
+        in_order = self.variant.in_order
+        if in_order and problem.window_left < 0 and problem.window_right < 0:
             delay = min(n_active + cdiv(half, 2), heads)  # interleaved heads finish later
             return half, delay, min(2 * delay, heads)
-        blocks_differ = bool(problem.mask) or (problem.causal and problem.window_left < 0 and not self.in_order)
+        blocks_differ = bool(problem.mask) or (problem.causal and problem.window_left < 0 and not in_order)
         return half if blocks_differ else 1, n_active, min(2 * n_active, heads)
 
     def prepare(
         self, out: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None, delta: torch.Tensor | None
     ) -> Launch:
-        """Return the launch that writes the statistics, `delta` if it is given, and zeros to the fp32 dQ."""
+        """Return the launch that writes the statistics, `delta` if it is given, and zeros to `dq_acc`."""
         problem = self.problem
         arguments = {
-            **pointers(o=out, do=dout, lse=self.lse, dlse=dlse, statistics=self.statistics, dq=self.dq, delta=delta),
+            **pointers(
+                o=out, do=dout, lse=self.lse, dlse=dlse, statistics=self.statistics, dq=self.dq_acc, delta=delta
+            ),
             **pointers(semaphores=self.semaphores, counter=self.counter, counts=self.counts, n_long=self.long_blocks),
             **strides(problem.layout, o=out, do=dout),
             **dlse_strides(dlse),
@@ -212,10 +216,10 @@ class Sm90Backward:
             "dq_blocks": self.dq_blocks,
         }
         grid = cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
-        return Launch(_prepare_kernel, grid, arguments, {"config": _query_constants(problem, self.form)}, OPTIONS)
+        return Launch(_prepare_kernel, grid, arguments, {"config": _query_constants(problem, self.variant)}, OPTIONS)
 
     def _inputs(self, dout: torch.Tensor, rows: int) -> dict[str, Any]:
-        """Return the arguments that all main kernels have: inputs, in boxes of `rows` queries, sizes and scales."""
+        """Return the arguments that all main kernels have: inputs, sizes and scales. `rows`: queries of a TMA box."""
         problem, layout, tensors = self.problem, self.problem.layout, self.tensors
         ragged = problem.seq_lens or problem.varlen
         make_descriptor = ragged_descriptor if ragged else dense_descriptor
@@ -229,10 +233,16 @@ class Sm90Backward:
             "slopes_ptr": tensors.alibi_slopes,
             "stride_slopeb": per_head_stride(tensors.alibi_slopes) if problem.alibi else None,
         }
-        for (pointer, sample_steps, row_steps), x in zip(_INPUTS, (*tensors[:3], dout), strict=True):
-            box_rows = ROWS.value if row_steps[-1] == "n" else rows
-            arguments[pointer] = make_descriptor(x, layout, box_rows, BOX_COLUMNS)
-            arguments[sample_steps], arguments[row_steps] = descriptor_steps(x, layout) if ragged else (0, 0)
+        q, k, v = tensors[:3]
+        for name, x, box_rows, dim in (
+            ("q", q, rows, "m"),
+            ("k", k, ROWS.value, "n"),
+            ("v", v, ROWS.value, "n"),
+            ("do", dout, rows, "m"),
+        ):
+            arguments[f"{name}_tensor"] = make_descriptor(x, layout, box_rows, BOX_COLUMNS)
+            steps = descriptor_steps(x, layout) if ragged else (0, 0)
+            arguments[f"steps_{name}b"], arguments[f"steps_{name}{dim}"] = steps
         return arguments
 
     def _output(self, name: str, x: torch.Tensor) -> dict[str, Any]:
@@ -248,23 +258,23 @@ class Sm90Backward:
     def gradient(self, dout: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Launch:
         """Return the launch that writes dk and dv, or partial sums of both that `bwd_partials` adds up.
 
-        Except for "columns" it adds up the fp32 dQ, too; if `rolling` it also writes dq.
+        Except for "columns" it adds to `dq_acc`, too; if `rolling` it also writes dq.
         """
         problem, config = self.problem, self.config
         if self.subgroups > 1:
             dk, dv = bwd_partials.partials_in_layout(problem, self.dk_dv_partials, self.subgroups)
-        arguments: dict[str, Any] = dict.fromkeys(_bwd_sm90_kernel.arg_names[:-1])  # None: of other forms
+        arguments: dict[str, Any] = dict.fromkeys(_bwd_sm90_kernel.arg_names[:-1])  # None: those of other forms
         arguments |= {"dq_slots": 0, "dq_delay": 0}
-        if config.form == "mla" or self.rolling:
-            arguments["dq_ptr"] = self.dq
-        if self.rolling:
-            out = dense_descriptor(self.out, problem.layout, ROWS.value, BOX_COLUMNS)
-            arguments |= {"counts_ptr": self.counts, "dq_out_tensor": out}
+        if config.form == "mla" or self.variant.rolling:
+            arguments["dq_ptr"] = self.dq_acc
+        if self.variant.rolling:
+            dq_tensor = dense_descriptor(self.dq, problem.layout, ROWS.value, BOX_COLUMNS)
+            arguments |= {"counts_ptr": self.counts, "dq_out_tensor": dq_tensor}
             arguments |= {"dq_slots": self.slots, "dq_delay": self.delay}
         if config.form == "keys":
-            assert self.dq is not None, "it is added up in memory"
+            assert self.dq_acc is not None, "dQ is added up in memory"
             arguments |= {
-                "dq_tensor": _rows_descriptor(self.dq, DQ_ROWS.value * last_columns(problem) // BOX_COLUMNS),
+                "dq_tensor": _rows_descriptor(self.dq_acc, DQ_ROWS.value * last_columns(problem) // BOX_COLUMNS),
                 **mask_arguments(self.tensors),
                 **pointers(semaphores=self.semaphores, counter=self.counter, long_blocks=self.long_blocks),
             }
@@ -276,33 +286,33 @@ class Sm90Backward:
             "interleaved_heads": self.interleaved_heads,
             "group_size": problem.heads_q // self.heads_kv,
         }
-        values = _constants(problem, self.form, dk.dtype == torch.float32)
+        values = _constants(problem, self.variant, dk.dtype == torch.float32)
         return Launch(_bwd_sm90_kernel, self.programs, arguments, {"config": values}, OPTIONS)
 
-    def query_gradient(self, dout: torch.Tensor, dq: torch.Tensor) -> Launch:
+    def query_gradient(self, dout: torch.Tensor) -> Launch:
         """Return the launch that writes dq, for "columns"."""
         problem = self.problem
         arguments = {
             **self._inputs(dout, ROWS.value),
-            **self._output("dq", dq),
+            **self._output("dq", self.dq),
             "statistics_ptr": self.statistics,
             "heads": problem.batch * problem.heads_q,
             "heads_in_parallel": heads_in_parallel(problem),
         }
-        values = _dq_constants(problem, self.form, dq.dtype == torch.float32)
+        values = _dq_constants(problem, self.variant, self.dq.dtype == torch.float32)
         return Launch(_bwd_wide_dq_kernel, count_blocks(problem, BLOCK_M.value), arguments, {"config": values}, OPTIONS)
 
     def convert(self) -> Launch:
-        """Return the launch that writes dq from the fp32 dQ."""
-        problem, constants = self.problem, {"config": _query_constants(self.problem, self.form)}
+        """Return the launch that writes dq from `dq_acc`."""
+        problem, constants = self.problem, {"config": _query_constants(self.problem, self.variant)}
         arguments = {
-            **pointers(dq=self.dq, out=self.out),
-            **strides(problem.layout, dq=self.out),
+            **pointers(dq=self.dq_acc, out=self.dq),
+            **strides(problem.layout, dq=self.dq),
             **self.sizes,
             "head_dim": problem.head_dim,
             "sm_scale": self.tensors.sm_scale,
         }
-        halves = self.config.block_m * self.boxes * BOX_COLUMNS // HALF_DQ.value
+        halves = self.config.block_m * self.variant.boxes * BOX_COLUMNS // HALF_DQ.value
         grid = halves * cdiv(problem.seqlen_q, self.config.block_m) * problem.batch * problem.heads_q
         return Launch(_convert_kernel, grid, arguments, constants, OPTIONS)
 
@@ -316,8 +326,8 @@ class Sm90Backward:
         if self.long_blocks is not None:
             launches.insert(1, long_blocks_launch(self.problem, self.tensors, self.long_blocks, main.arguments))
         if self.config.form == "columns":
-            launches.append(self.query_gradient(dout, gradients.dq))
-        elif not self.rolling:
+            launches.append(self.query_gradient(dout))
+        elif not self.variant.rolling:
             launches.append(self.convert())
         if self.subgroups > 1:
             partials, dk, dv = self.dk_dv_partials, gradients.dk, gradients.dv
@@ -326,7 +336,7 @@ class Sm90Backward:
 
 
 def _rows_descriptor(x: torch.Tensor, rows: int) -> Tiles:
-    """A matrix of float32, in tiles of whole rows."""
+    """Return the description of a float32 matrix that TMA reads in tiles of `rows` whole rows."""
     return Tiles(x, x.shape, x.stride(), rows_box(rows, x.shape[1]))
 
 
@@ -358,13 +368,10 @@ def backward_pass(
     problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
     dlse: torch.Tensor | None, gradients: AttentionGradients,
 ) -> Pass:  # fmt: skip
-    """Describe the pass that writes all gradients except that of sinks."""
+    """Return the pass that writes all gradients except that of sinks."""
     if not is_aligned(out):  # a caller's, if the operator is called by itself
         out = torch.empty_like(out).copy_(out)
     lse, dout = lse.contiguous(), _readable(problem, dout, out)
     backward, delta = Sm90Backward(problem, tensors, _config(problem), lse, gradients.dq), gradients.delta
     clearing = backward_launches(problem, tensors, gradients, delta)
     return Pass([*clearing, *backward.launches(out, dout, dlse, delta, gradients)], [backward.workspace])
-
-
-OPTIONS = {"num_warps": 4, "launch_pdl": True, **ptxas_options()}

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from diyfa.backends.cuda.gluon.barriers import WARPS
+from diyfa.backends.cuda.gluon.barriers import WARPS, sync_consumers
 from diyfa.backends.cuda.gluon.channel import Channel, allocate_channel
 from diyfa.backends.cuda.gluon.compat import aggregate, hidden_index, index_behind, optimisation_barrier
 from diyfa.backends.cuda.hopper.bwd_common import (
@@ -23,7 +23,6 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     start_product,
     store_boxes,
     store_from_registers,
-    sync_consumers,
 )
 from diyfa.backends.cuda.hopper.bwd_dq import DQ_COLUMNS, DQ_ROWS, HALF_DQ, to_register_order
 from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, first_query_block

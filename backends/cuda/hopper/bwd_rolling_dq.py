@@ -5,8 +5,8 @@ Without it the fp32 dQ of all queries is cleared, added up, and read again by `_
 kernel. `bwd.py` calls one method of `RollingDq` wherever a role has to do something for it. Unless ROLLING, the methods
 do nothing. ROLLING excludes seq_lens, packed sequences, softcap and block masks.
 
-* "Head" is a head of K here. It stands for all query heads of its group, or of a chunk of the group
-(`bwd_partials.py`).
+* "Head" is a KV head here. It stands for all query heads of its group, or of a chunk of the group
+  (`bwd_partials.py`).
 * Blocks of keys are numbered head by head. Each head's dQ is divided into as many chunks as it has blocks of keys.
 * The program that draws block n also takes chunk n - delay * (blocks of a head). Its consumers convert that chunk when
   they have finished the block; its adders then clear the chunk, if a later head uses the same memory. Once no blocks of
@@ -40,8 +40,8 @@ class RollingDq:
 
     pointer: gl.tensor | gl.constexpr  # [slots, query heads of a group, blocks of queries, BLOCK_M * D]
     counts_ptr: gl.tensor | gl.constexpr  # [heads, 2] int32, zeros: blocks added, chunks cleared, by each adder
-    slots: gl.tensor | gl.constexpr
-    delay: gl.tensor | gl.constexpr  # heads
+    slots: gl.tensor | gl.constexpr  # heads that the memory holds
+    delay: gl.tensor | gl.constexpr  # heads from a block of keys back to the chunk that is converted after it
     out_tensor: tma.tensor_descriptor | gl.constexpr  # dQ in 16 bits, (B, H, S, D) whatever the strides
     added: Channel  # from the producer to the consumers: the chunk of an iteration is added up
     converted: Channel  # from each consumer to its adder: the chunk of an iteration is converted
@@ -50,7 +50,7 @@ class RollingDq:
 
     @gluon.jit
     def locate_chunk(self, number, CONSUMER: gl.constexpr):
-        """Return the consumer's halves of chunk `number` of all heads; no blocks if it is -1."""
+        """Return the consumer's halves of chunk `number`, counted through all heads; no blocks if it is negative."""
         chunks_per_head = gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)
         blocks_per_head = self.sizes.group_size * gl.cdiv(self.sizes.seqlen_q, self.config.BLOCK_M)  # of queries
         blocks_per_chunk = gl.cdiv(blocks_per_head, chunks_per_head)
@@ -62,7 +62,7 @@ class RollingDq:
 
     @gluon.jit
     def chunk_with(self, index):
-        """The number of the chunk to convert after block `index` of keys; -1: none."""
+        """Return the number of the chunk to convert after block `index` of keys; -1: none."""
         chunk = -1
         if self.config.ROLLING:
             chunk = gl.maximum(index - self.delay * gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N), -1)
@@ -93,7 +93,7 @@ class RollingDq:
 
     @gluon.jit
     def first_dq_block(self, head, g):
-        """The number of the first block of fp32 dQ of a head's g-th query head, counted through all slots."""
+        """Return the number of the first block of fp32 dQ of a head's g-th query head, counted through all slots."""
         blocks_m = gl.cdiv(self.sizes.seqlen_q, self.config.BLOCK_M)
         return head % self.slots * (self.sizes.group_size * blocks_m) + g * blocks_m
 
@@ -114,8 +114,8 @@ class RollingDq:
             self.converted.pick(CONSUMER).wait(iteration)
             self.locate_chunk(chunk, CONSUMER).clear(self)
             if chunk >= 0:
-                head = chunk // gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)
-                increment_semaphore(self.counts_ptr + head.to(gl.int64) * 2 + 1)
+                chunk_head = chunk // gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)
+                increment_semaphore(self.counts_ptr + chunk_head.to(gl.int64) * 2 + 1)
 
     @gluon.jit
     def skip_last_chunks(self, kind, iteration, key_blocks):
@@ -148,7 +148,7 @@ class RollingDq:
         """Convert a chunk. `first_dq`: from `load_first`.
 
         The chunk leaves through the memory of `gradients.dq`, which is free once the adder has taken the item before
-        `item`. Nothing is committed: the next half of dQ is still item `item`.
+        `item`. The conversion is no item of that channel: the next half of dQ is still item `item`.
         """
         if self.config.ROLLING:
             gradients.dq.pick(CONSUMER).acquire(item)
@@ -157,7 +157,10 @@ class RollingDq:
 
     @gluon.jit
     def convert_last_chunks(self, kind, chunk, iteration, CONSUMER: gl.constexpr, key_blocks, gradients, sm_scale):
-        """Convert the chunks that no block of keys comes with."""
+        """Convert the chunks that no block of keys comes with.
+
+        The memory of `gradients.dq` is free, as no dQ follows. Adders are not told, as they clear none of these chunks.
+        """
         if self.config.ROLLING:
             while kind == CHUNK_ONLY:
                 self.added.wait(iteration)
@@ -179,14 +182,14 @@ class DqChunk:
 
     @gluon.jit
     def pointers(self, i, rolling_dq):
-        """The addresses [HALF_DQ] of the half of block i."""
+        """Return the addresses [HALF_DQ] of the half of block i."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
         half = (rolling_dq.first_dq_block(self.head, 0) + i).to(gl.int64) * CONSUMER_COUNT + self.CONSUMER
         return rolling_dq.pointer + half * HALF_DQ + gl.arange(0, HALF_DQ, layout=LAYOUT)
 
     @gluon.jit
     def load(self, i, rolling_dq):
-        """The fp32 dQ of the next BLOCK_N queries, from block i on: a tuple of [HALF_DQ] for each block."""
+        """Load the fp32 dQ of the next BLOCK_N queries, from block i on: a tuple of [HALF_DQ] for each block."""
         dq = ()
         for j in gl.static_range(rolling_dq.config.BLOCK_N // rolling_dq.config.BLOCK_M):
             addresses = self.pointers(i + j, rolling_dq)
@@ -235,7 +238,11 @@ class DqChunk:
 
 @gluon.jit
 def make_rolling_dq(pointer, counts_ptr, slots, delay, out_tensor, sizes, config: gl.constexpr):
-    """`RollingDq`, with its barriers initialised."""
+    """Return `RollingDq`, with its barriers initialised.
+
+    Both channels have no `empty` barriers: `KeyBlocks` keeps the producer from the next iteration until consumers and
+    adders have released the one before, which consumers do after they have waited for `added`.
+    """
     added = allocate_channel(1, 1, 0)
     # Two stages: a consumer may convert the next chunk before its adder has waited for this one.
     converted = allocate_channel(2, WARPS, 0, CONSUMER_COUNT)

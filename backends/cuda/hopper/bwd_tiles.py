@@ -93,7 +93,7 @@ class KeyBlock:
     n_queries: gl.tensor  # of the sequence
     n_keys: gl.tensor
     begin: gl.tensor
-    full_begin: gl.tensor  # blocks [full_begin, full_end) need no mask
+    full_begin: gl.tensor  # blocks [full_begin, full_end) need no mask; the others, on both sides, do
     full_end: gl.tensor
     end: gl.tensor
     listed: QueryList | gl.constexpr  # of one head, see `seen_by`; None without a block mask
@@ -102,7 +102,9 @@ class KeyBlock:
     def seen_by(self, h, sizes, config):
         """Return the block of keys with the blocks of queries of head h. Only with a block mask do heads differ.
 
-        Then [begin, end) and the other bounds are positions in the head's list.
+        Then [begin, end) and the other bounds are positions in the head's list, masked blocks first, and so are the
+        results of `masked_block` and `visited_block`. Only `block` looks them up. Consumers compare no positions beside
+        a block mask, so they need no block's number.
         """
         keys = self
         if config.MASK_Q > 0:
@@ -116,23 +118,23 @@ class KeyBlock:
 
     @gluon.jit
     def masked_count(self):
-        """How many blocks need a mask."""
+        """Return how many blocks need a mask."""
         return (self.full_begin - self.begin) + (self.end - self.full_end)
 
     @gluon.jit
     def masked_block(self, i):
-        """The i-th block that needs a mask."""
+        """Return the i-th block that needs a mask."""
         block = self.begin + i
         return gl.where(block < self.full_begin, block, block + (self.full_end - self.full_begin))
 
     @gluon.jit
     def visited_block(self, i, MASKED: gl.constexpr):
-        """Block i itself, or if MASKED the i-th block that needs a mask."""
+        """Return block i itself, or if MASKED the i-th block that needs a mask."""
         return self.masked_block(i) if MASKED else i
 
     @gluon.jit
     def block(self, i):
-        """The i-th of all blocks. Those that need a mask come first."""
+        """Return the number of the i-th of all blocks. Those that need a mask come first."""
         if self.listed is not None:
             block = self.listed.block(i)
         else:
@@ -142,7 +144,7 @@ class KeyBlock:
 
     @gluon.jit
     def adders_before(self, block, sizes, config):
-        """How many programs add to dQ of a block of queries before this one: those with later keys that it sees.
+        """Return how many programs add to dQ of a block of queries before this one: those with later keys that it sees.
 
         Those programs have lower numbers. Under a causal mask they also reach the block first.
         """
@@ -156,7 +158,7 @@ class KeyBlock:
 
 @gluon.jit
 def locate_key_block(pid, sizes, config):
-    """Number of a block of keys -> the block. Blocks are numbered head by head, so that what they share stays in L2.
+    """Return block of keys number `pid`. Blocks are numbered head by head, so that what they share stays in L2.
 
     Within a head the first keys come first: under a causal mask they have the most queries. DETERMINISTIC is the other
     way round, since dQ is added up from the last keys to the first (`KeyBlock.adders_before`).
@@ -215,7 +217,7 @@ class KeyBlocks:
 
     @gluon.jit
     def write(self, iteration, keys, chunk, KIND: gl.constexpr):
-        """Leave an iteration's block of keys, and the number of the chunk of dQ to convert after it (`RollingDq`)."""
+        """Write an iteration's block of keys, and the number of the chunk of dQ to convert after it (`RollingDq`)."""
         LAYOUT: gl.constexpr = gl.BlockedLayout([WORDS], [32], [1], [0])
         fields = (
             KIND, chunk, keys.b, keys.hk, keys.col0, keys.first_q, keys.first_k, keys.n_queries, keys.n_keys,

@@ -36,7 +36,7 @@ from diyfa.backends.cuda.hopper.bwd_common import (
     with_derivative,
 )
 from diyfa.backends.cuda.hopper.bwd_tiles import BOX, CONSUMER_COUNT, LENGTH_POINTERS, SIZES, first_query_block
-from diyfa.backends.cuda.hopper.epilogue import head_offset, matrix, store_float32
+from diyfa.backends.cuda.hopper.epilogue import head_rows, store_float32
 from diyfa.backends.cuda.hopper.mma import (
     ROWS,
     accumulator_layout,
@@ -214,9 +214,9 @@ def _store(shared, outputs, problem, tile, row0, dq, INDEX: gl.constexpr):
     """Write a consumer's rows of dQ, with zeros beyond the end of a sample."""
     config: gl.constexpr = shared.config
     if config.STORE_FROM_REGISTERS:
-        PACKED_OR_EQUAL: gl.constexpr = PACKED if problem.LENGTHS == PACKED else EQUAL
-        dq_matrix = matrix(outputs.dq_ptr, outputs.dq_tensor, 0)
-        offset = head_offset(dq_matrix, tile.b, tile.h, tile.first_q, PACKED_OR_EQUAL)
+        dq_rows = head_rows(
+            outputs.dq_ptr, outputs.dq_tensor, tile.b, tile.h, tile.first_q, problem.LENGTHS == PACKED
+        )  # fmt: skip
         end = tile.n_queries if problem.LENGTHS == PACKED else problem.seqlen_q
     for run in gl.static_range(run_count(config.BOXES)):
         x = dq[run] * outputs.sm_scale
@@ -224,7 +224,7 @@ def _store(shared, outputs, problem, tile, row0, dq, INDEX: gl.constexpr):
             rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, dq[run].type.layout))
             x = gl.where((rows < tile.n_queries)[:, None], x, 0.0)
         if config.STORE_FROM_REGISTERS:
-            store_float32(x, dq_matrix, offset, row0, end, run_start(run, config.BOXES) * BOX)
+            store_float32(x, dq_rows, row0, end, run_start(run, config.BOXES) * BOX)
         else:
             run_matrix(shared.q_buffers, INDEX, config.BOXES, run, config.BOXES).store(x.to(shared.q_buffers.dtype))
     if not config.STORE_FROM_REGISTERS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -68,155 +69,150 @@ class Sm90Config:
             raise ValueError(f"out leaves through its own buffers or through none, not {self}")
 
 
-# (columns, mask on the right) -> rows of (most keys, config). Figures: bf16, 16384 tokens, heads * head_dim = 2048, S =
-# 1k/4k/16k or those that a row is for, measured alternately with FlashAttention-3, -4 and cuDNN. A row without a figure
-# was never timed.
-C = Sm90Config
+# Registers of a thread of (a consumer, the producer), by number of consumers.
+_REGISTERS = {1: (232, 24), 2: (240, 24), 3: (160, 32)}
+# How out leaves a consumer: through buffers of its own, through those of the queries, or from registers.
+_OUT = {
+    "own": {"separate_o_buffer": True},
+    "queries": {"separate_o_buffer": False},
+    "registers": {"separate_o_buffer": False, "store_from_registers": True},
+}
+
+
+def _config(
+    consumers: int,
+    block_n: int,
+    stages: int,
+    out: str,  # one of _OUT
+    q_in_registers: int,
+    box_columns: int,
+    flags: str,  # names of fields that are True, and "dynamic" for the dynamic scheduler
+    measured: str = "",
+    **others: int,  # fields that have another value than here
+) -> Sm90Config:
+    """Return the config of a table's row. Several consumers make it persistent."""
+    consumer_registers, producer_registers = _REGISTERS[consumers]
+    fields: dict[str, Any] = {
+        "consumers": consumers, "block_n": block_n, "stages": stages, **_OUT[out],
+        "consumer_registers": consumer_registers, "producer_registers": producer_registers,
+        "q_in_registers": q_in_registers, "box_columns": box_columns, "persistent": consumers > 1,
+        **dict.fromkeys(flags.split(), True), "measured": measured, **others,
+    }  # fmt: skip
+    scheduler = "dynamic" if fields.pop("dynamic", False) else "static"
+    return Sm90Config(scheduler=scheduler, **fields)
+
+
+# CONFIGS: (columns, mask on the right) -> rows of (most keys, config). Figures: bf16, 16384 tokens, heads * head_dim =
+# 2048, S = 1k/4k/16k or those that a row is for, measured alternately with FlashAttention-3, -4 and cuDNN. A row
+# without a figure was never timed.
 _ANY = 1 << 62
 _H200 = "H200, 2026-11-22: "
+_SHORT = "H200, 2026-11-28: 12 heads, S = 1k/2k "
 _AT_POWER_LIMIT = "H200, 2026-12-01, after seconds of load, S = 4k/16k "
+_MASK = "H200, 2026-11-30: a quarter of the blocks full "
 # fmt: off
 CONFIGS: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
+    # most keys, then consumers, block_n, stages, out, q_in_registers, box_columns, flags, measured
     (64, False): (
         # With few keys a fixed maximum does not pay: most blocks are edge blocks, without it, and it slows epilogues.
-        (2048, C(2, 128, 8, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 q_in_registers=1, measured="H200, 2026-11-28: 12 heads, S = 1k/2k 449/463")),
-        (_ANY, C(3, 128, 6, True, 160, 32, persistent=True, pingpong=True, pairs=True,
-                 fixed_max=True, measured=_H200 + "551/581")),
+        (2048, _config(2, 128, 8, "own",       1,  0, "dynamic pingpong pairs", _SHORT + "449/463")),
+        (_ANY, _config(3, 128, 6, "own",       0,  0, "pingpong pairs fixed_max", _H200 + "551/581")),
     ),
     (64, True): (
-        (2048, C(2, 128, 8, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 q_in_registers=1, measured="H200, 2026-11-28: 12 heads, S = 1k/2k 334/418")),
-        (_ANY, C(3, 128, 6, True, 160, 32, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 fixed_max=True, measured=_H200 + "493/571")),
+        (2048, _config(2, 128, 8, "own",       1,  0, "dynamic pingpong pairs", _SHORT + "334/418")),
+        (_ANY, _config(3, 128, 6, "own",       0,  0, "dynamic pingpong pairs fixed_max", _H200 + "493/571")),
     ),
     (96, False): (
-        (_ANY, C(2, 128, 4, True, 240, 24, persistent=True, pingpong=True, pairs=True, box_columns=64,
-                 q_in_registers=2, measured=_H200 + "508/548/565")),
+        (_ANY, _config(2, 128, 4, "own",       2, 64, "pingpong pairs", _H200 + "508/548/565")),
     ),
     (96, True): (
-        (_ANY, C(2, 128, 6, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 box_columns=32, measured=_H200 + "414/551/581")),
+        (_ANY, _config(2, 128, 6, "own",       0, 32, "dynamic pingpong pairs", _H200 + "414/551/581")),
     ),
     (128, False): (
-        (2048, C(2, 128, 4, True, 240, 24, persistent=True, pingpong=True, pairs=True, box_columns=64,
-                 q_in_registers=2, measured=_H200 + "S = 1k 649")),
-        (_ANY, C(2, 128, 4, True, 240, 24, persistent=True, pingpong=True, pairs=True, box_columns=64,
-                 q_in_registers=2, fixed_max=True, measured=_AT_POWER_LIMIT + "660/687")),
+        (2048, _config(2, 128, 4, "own",       2, 64, "pingpong pairs", _H200 + "S = 1k 649")),
+        (_ANY, _config(2, 128, 4, "own",       2, 64, "pingpong pairs fixed_max", _AT_POWER_LIMIT + "660/687")),
     ),
     (128, True): (
-        (2048, C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 box_columns=64, q_in_registers=2, measured=_H200 + "S = 1k 489")),
-        (_ANY, C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 box_columns=64, q_in_registers=2, fixed_max=True, measured=_AT_POWER_LIMIT + "581/658")),
+        (2048, _config(2, 128, 4, "own",       2, 64, "dynamic pingpong pairs", _H200 + "S = 1k 489")),
+        (_ANY, _config(2, 128, 4, "own",       2, 64, "dynamic pingpong pairs fixed_max", _AT_POWER_LIMIT + "581/658")),
     ),
     (192, False): (
-        (_ANY, C(2, 64, 6, False, 240, 24, persistent=True, pingpong=True, pairs=True, store_from_registers=True,
-                 fixed_max=True, measured=_H200 + "650/715/727")),
+        (_ANY, _config(2,  64, 6, "registers", 0,  0, "pingpong pairs fixed_max", _H200 + "650/715/727")),
     ),
     (192, True): (
-        (_ANY, C(2, 64, 6, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 store_from_registers=True, fixed_max=True, measured=_H200 + "497/656/712")),
+        (_ANY, _config(2,  64, 6, "registers", 0,  0, "dynamic pingpong pairs fixed_max", _H200 + "497/656/712")),
     ),
     (256, False): (
-        (_ANY, C(2, 64, 4, False, 240, 24, persistent=True, pairs=True, store_from_registers=True,
-                 measured=_H200 + "650/731/747")),
+        (_ANY, _config(2,  64, 4, "registers", 0,  0, "pairs", _H200 + "650/731/747")),
     ),
     (256, True): (
-        (_ANY, C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True,
-                 store_from_registers=True, measured=_H200 + "500/660/719")),
+        (_ANY, _config(2,  64, 4, "registers", 0,  0, "dynamic pingpong", _H200 + "500/660/719")),
     ),
 }
 # V has fewer columns than K, and at most 128, as in MLA's 192/128. Its products are shorter, so that longer blocks pay.
 NARROW_V: dict[tuple[int, bool], tuple[tuple[int, Sm90Config], ...]] = {
     (192, False): (
-        (_ANY, C(2, 128, 4, False, 240, 24, persistent=True, pingpong=True, pairs=True, store_from_registers=True,
-                 measured=_H200 + "643/724/759")),
+        (_ANY, _config(2, 128, 4, "registers", 0,  0, "pingpong pairs", _H200 + "643/724/759")),
     ),
     (192, True): (
-        (_ANY, C(2, 128, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                 store_from_registers=True, measured=_H200 + "481/682/729")),
+        (_ANY, _config(2, 128, 4, "registers", 0,  0, "dynamic pingpong pairs", _H200 + "481/682/729")),
     ),
 }
 # float8_e4m3fn, and int8 with a v of it: columns of a tile, a power of two, and mask. Figures: docs/log/eight-bits.md.
 FLOAT8_CONFIGS: dict[tuple[int, bool], Sm90Config] = {
-    (64, False): C(3, 128, 8, True, 160, 32, persistent=True, pingpong=True),
-    (64, True): C(3, 128, 8, True, 160, 32, persistent=True, scheduler="dynamic", pingpong=True),
-    (128, False): C(2, 128, 8, True, 240, 24, persistent=True, pingpong=True, q_in_registers=1),
-    (128, True): C(2, 128, 8, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True),
-    (256, False): C(2, 128, 4, False, 240, 24, persistent=True, pingpong=True, store_from_registers=True),
-    (256, True): C(2, 128, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True,
-                   store_from_registers=True),
+    (64, False):   _config(3, 128, 8, "own",       0,  0, "pingpong"),
+    (64, True):    _config(3, 128, 8, "own",       0,  0, "dynamic pingpong"),
+    (128, False):  _config(2, 128, 8, "own",       1,  0, "pingpong"),
+    (128, True):   _config(2, 128, 8, "own",       0,  0, "dynamic pingpong"),
+    (256, False):  _config(2, 128, 4, "registers", 0,  0, "pingpong"),
+    (256, True):   _config(2, 128, 4, "registers", 0,  0, "dynamic pingpong"),
 }
 # int8 with a v of 16 bits, as above.
 INT8_CONFIGS: dict[tuple[int, bool], Sm90Config] = {
-    (64, False): C(3, 128, 8, True, 160, 32, persistent=True, pingpong=True, pairs=True, fixed_max=True),
-    (64, True): C(3, 128, 8, True, 160, 32, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                  fixed_max=True),
-    (128, False): C(2, 128, 6, True, 240, 24, persistent=True, pingpong=True, pairs=True, q_in_registers=1,
-                    fixed_max=True),
-    (128, True): C(2, 128, 6, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-                   fixed_max=True),
-    (256, False): C(2, 64, 6, False, 240, 24, persistent=True, pingpong=True, store_from_registers=True,
-                    fixed_max=True),
-    (256, True): C(2, 64, 6, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True,
-                   store_from_registers=True, fixed_max=True),
+    (64, False):   _config(3, 128, 8, "own",       0,  0, "pingpong pairs fixed_max"),
+    (64, True):    _config(3, 128, 8, "own",       0,  0, "dynamic pingpong pairs fixed_max"),
+    (128, False):  _config(2, 128, 6, "own",       1,  0, "pingpong pairs fixed_max"),
+    (128, True):   _config(2, 128, 6, "own",       0,  0, "dynamic pingpong pairs fixed_max"),
+    (256, False):  _config(2,  64, 6, "registers", 0,  0, "pingpong fixed_max"),
+    (256, True):   _config(2,  64, 6, "registers", 0,  0, "dynamic pingpong fixed_max"),
 }
-# fmt: on
 # For calls with too few tiles of CONFIGS: 64 queries of one consumer. Two such programs fit a multiprocessor and
 # overlap as two consumers do. Not at 256 columns, where the accumulators alone fill half of the registers.
-FLOAT8_SMALL: dict[int, Sm90Config] = {
-    64: C(1, 128, 4, False, 232, 24, store_from_registers=True),
-    128: C(1, 128, 4, False, 232, 24, store_from_registers=True),
-    256: C(1, 64, 4, False, 248, 88, store_from_registers=True),
-}
-INT8_SMALL: dict[int, Sm90Config] = {
-    64: C(1, 128, 4, False, 232, 24, store_from_registers=True),
-    128: C(1, 64, 4, False, 232, 24, store_from_registers=True),
-    256: C(1, 64, 4, False, 248, 88, store_from_registers=True),
-}
 SMALL: dict[int, Sm90Config] = {
-    64: C(1, 128, 4, True, 232, 24, fixed_max=True),
-    128: C(1, 64, 4, False, 232, 24, store_from_registers=True),
-    192: C(1, 64, 3, False, 232, 24, store_from_registers=True),
-    256: C(1, 64, 4, False, 248, 88),
+    64:  _config(1, 128, 4, "own",       0,  0, "fixed_max"),
+    128: _config(1,  64, 4, "registers", 0,  0, ""),
+    192: _config(1,  64, 3, "registers", 0,  0, ""),
+    256: _config(1,  64, 4, "queries",   0,  0, "", consumer_registers=248, producer_registers=88),
 }
+FLOAT8_SMALL: dict[int, Sm90Config] = {
+    64:  _config(1, 128, 4, "registers", 0,  0, ""),
+    128: _config(1, 128, 4, "registers", 0,  0, ""),
+    256: _config(1,  64, 4, "registers", 0,  0, "", consumer_registers=248, producer_registers=88),
+}
+INT8_SMALL: dict[int, Sm90Config] = {**FLOAT8_SMALL, 128: _config(1,  64, 4, "registers", 0,  0, "")}
 # Batch-invariant mode: one tile for all calls with the same columns and dtype. Its block_n is that of decoding, in
 # `HOPPER_INVARIANT` of attention/decode_configs.py.
 INVARIANT: dict[int, Sm90Config] = {
-    64: C(3, 128, 6, True, 160, 32, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-          shared_totals=True),
-    96: C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, box_columns=32),
-    128: C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, box_columns=64,
-           q_in_registers=2, shared_totals=True, out_in_totals=True, tile_infos=32),
-    192: C(2, 64, 6, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-           store_from_registers=True),
-    256: C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-           store_from_registers=True),
-}  # fmt: skip
+    64:  _config(3, 128, 6, "own",       0,  0, "dynamic pingpong pairs shared_totals"),
+    96:  _config(2, 128, 4, "own",       0, 32, "dynamic pingpong pairs"),
+    128: _config(2, 128, 4, "own",       2, 64, "dynamic pingpong pairs shared_totals out_in_totals", tile_infos=32),
+    192: _config(2,  64, 6, "registers", 0,  0, "dynamic pingpong pairs"),
+    256: _config(2,  64, 4, "registers", 0,  0, "dynamic pingpong pairs"),
+}
 INVARIANT_FEATURES = (FEATURES - {"softcap", "alibi", "mask", "score_fn"}) | {"batch_invariant"}
-
-
 # With a block mask: two consumers, so that a tile's 128 queries lie in one block of the mask, and a dynamic schedule,
 # since rows of blocks differ in length. By columns.
-# fmt: off
 MASK_CONFIGS: dict[int, Sm90Config] = {
-    64: C(2, 128, 8, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, fixed_max=True,
-          q_in_registers=1),
-    96: C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, box_columns=64,
-          q_in_registers=2),
-    128: C(2, 128, 4, True, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True, box_columns=64,
-           q_in_registers=2),
-    192: C(2, 64, 6, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, pairs=True,
-           store_from_registers=True, fixed_max=True),
-    256: C(2, 64, 4, False, 240, 24, persistent=True, scheduler="dynamic", pingpong=True, store_from_registers=True),
+    64:  _config(2, 128, 8, "own",       1,  0, "dynamic pingpong pairs fixed_max"),
+    96:  _config(2, 128, 4, "own",       2, 64, "dynamic pingpong pairs"),
+    128: _config(2, 128, 4, "own",       2, 64, "dynamic pingpong pairs"),
+    192: _config(2,  64, 6, "registers", 0,  0, "dynamic pingpong pairs fixed_max"),
+    256: _config(2,  64, 4, "registers", 0,  0, "dynamic pingpong"),
 }
 # In place of rows of SMALL, which blocks of 64 queries need. At 64 columns three such programs fit a multiprocessor.
 SMALL_MASK_CONFIGS: dict[int, Sm90Config] = {
-    64: C(1, 64, 6, True, 136, 24, pairs=True, fixed_max=True, q_in_registers=1,
-          measured="H200, 2026-11-30: a quarter of the blocks full 503"),
-    128: C(1, 64, 5, False, 232, 24, store_from_registers=True, pairs=True, box_columns=64, q_in_registers=2,
-           measured="H200, 2026-11-30: a quarter of the blocks full 558"),
+    64:  _config(1,  64, 6, "own",       1,  0, "pairs fixed_max", _MASK + "503", consumer_registers=136),
+    128: _config(1,  64, 5, "registers", 2, 64, "pairs", _MASK + "558"),
 }
 # fmt: on
 # With a score function, as with a block mask, but with registers for what the function computes and loads

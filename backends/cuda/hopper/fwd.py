@@ -13,8 +13,7 @@ of 129 to 192 columns consists of three TMA boxes of 64.
 
 Keys may be in a cache, contiguous or in pages (`hopper/prefill.py`). With a block mask a tile visits the listed blocks
 only, partial ones first (`gluon/block_mask.py`). In batch-invariant mode it visits chunks of blocks from right to left,
-and each chunk has sums of its own (`chunks.py`). `float8.py` has what differs for
-float8 and int8.
+and each chunk has sums of its own (`chunks.py`). `float8.py` has what differs for float8 and int8.
 
 Read `_fwd_sm90_kernel` first, then `run_producer` and `run_consumer`.
 """
@@ -33,7 +32,7 @@ from diyfa.backends.cuda.gluon.ring import KVRing
 from diyfa.backends.cuda.gluon.scheduler import TileScheduler
 from diyfa.backends.cuda.gluon.tile_info import allocate_tile_infos
 from diyfa.backends.cuda.hopper.chunks import Totals
-from diyfa.backends.cuda.hopper.epilogue import clear_others, matrix
+from diyfa.backends.cuda.hopper.epilogue import clear_others
 from diyfa.backends.cuda.hopper.float8 import Factors
 from diyfa.backends.cuda.hopper.fwd_common import Inputs, Outputs, Shared, for_fallback
 from diyfa.backends.cuda.hopper.fwd_consumer import run_consumer
@@ -43,7 +42,7 @@ from diyfa.backends.cuda.hopper.overflow import OverflowFlags, allocate_flags
 from diyfa.backends.cuda.hopper.score_functions import ScoreFunction
 from diyfa.backends.cuda.hopper.softmax import Score
 from diyfa.backends.cuda.hopper.tiles import KeyCache, Problem
-from diyfa.score_functions import MAX_TENSORS
+from diyfa.score_programs import MAX_TENSORS
 
 
 @gluon.jit
@@ -221,4 +220,4 @@ def _fwd_sm90_kernel(
             fallback_shared = Shared(for_fallback(config), queries, ring, tile_infos, flags, ones, totals)
             _attend(problem, fallback_shared, inputs, outputs)
     if config.LENGTHS == PACKED:
-        clear_others(lengths_q_ptr, batch, total_q, heads_q, matrix(o_ptr, o_tensor, 0), lse_ptr)
+        clear_others(lengths_q_ptr, batch, total_q, heads_q, o_ptr, o_tensor, lse_ptr)

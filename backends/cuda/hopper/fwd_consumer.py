@@ -13,11 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from diyfa.backends.cuda.attention.block_info import last_block
 from diyfa.backends.cuda.attention.fixed_order import with_sink, without_sign_of_zero
 from diyfa.backends.cuda.attention.fwd import row_lse
-from diyfa.backends.cuda.attention.tile_io import EQUAL, PACKED, SEQ_LENS
-from diyfa.backends.cuda.gluon.barriers import wait_for_stores
+from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
+from diyfa.backends.cuda.gluon.barriers import turn, wait_for_stores
 from diyfa.backends.cuda.gluon.compat import aggregate
 from diyfa.backends.cuda.hopper.chunks import attend_chunks
-from diyfa.backends.cuda.hopper.epilogue import head_offset, matrix, store_rows
+from diyfa.backends.cuda.hopper.epilogue import head_rows, store_rows
 from diyfa.backends.cuda.hopper.float8 import block_factors, packed_weights, unpacked_weights
 from diyfa.backends.cuda.hopper.fwd_common import Outputs, Shared
 from diyfa.backends.cuda.hopper.mma import (
@@ -52,36 +52,6 @@ from diyfa.backends.cuda.hopper.softmax import (
     sums_by_thread,
 )
 from diyfa.backends.cuda.hopper.tiles import Problem, block_order, start_store
-
-
-@gluon.jit
-def _named_barrier(action: gl.constexpr, number: gl.constexpr):
-    """Execute `bar.sync` or `bar.arrive` on a barrier of two warpgroups. Triton itself uses only numbers below 8."""
-    gl.inline_asm_elementwise(
-        "mov.b32 $0, 0; bar." + action + " " + number + ", 256;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _wait_turn(CONSUMER: gl.constexpr):
-    """Wait for the ping-pong turn: until the previous consumer has handed over."""
-    if CONSUMER == 0:
-        _named_barrier("sync", "8")
-    elif CONSUMER == 1:
-        _named_barrier("sync", "9")
-    else:
-        _named_barrier("sync", "10")
-
-
-@gluon.jit
-def _hand_over(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Give the ping-pong turn to the next consumer; the first follows the last. Does not block."""
-    if CONSUMER == CONSUMERS - 1:
-        _named_barrier("arrive", "8")
-    elif CONSUMER == 0:
-        _named_barrier("arrive", "9")
-    else:
-        _named_barrier("arrive", "10")
 
 
 @aggregate
@@ -135,13 +105,13 @@ class Consumer:
     def wait_turn(self):
         """With ping-pong, wait until this consumer may issue its products."""
         if self.shared.config.PINGPONG:
-            _wait_turn(self.INDEX)
+            turn("sync", self.INDEX)
 
     @gluon.jit
     def hand_over(self):
-        """With ping-pong, let the next consumer issue its products."""
+        """With ping-pong, let the next consumer issue its products: the first one follows the last."""
         if self.shared.config.PINGPONG:
-            _hand_over(self.INDEX, self.shared.config.CONSUMERS)
+            turn("arrive", (self.INDEX + 1) % self.shared.config.CONSUMERS)
 
 
 @gluon.jit
@@ -309,8 +279,8 @@ def _attend_tile(consumer, tile, item, q_loads):
 
     1. Skip the blocks that the right mask hides from all 64 rows. A lone consumer has none: the tile ends at its rows.
     2. Prologue: scores and softmax of the block at position 0 of the order (`block_order`).
-    3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. A mask cuts positions
-       [1, n_masked) of the order at most. FIXED_MAX: positions [1, n_edge_blocks) update the maximum, and
+    3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. A mask cuts no blocks but
+       those at positions [0, n_masked) of the order. FIXED_MAX: positions [1, n_edge_blocks) update the maximum, and
        [n_edge_blocks, n_blocks) use it unchanged. With a block mask, the order is that of the tile's list
        (`gluon/block_mask.py`), which begins with the masked blocks; there is no window beside it.
     4. Epilogue: values of the last block, division by the sum of weights, lse, stores.
@@ -398,14 +368,14 @@ def _attend_tile(consumer, tile, item, q_loads):
     # all blocks, masked or not.
     CUT: gl.constexpr = problem.HAS_LEFT or problem.HAS_RIGHT  # masks cut blocks beside the first
     MASKS_ALL: gl.constexpr = CUT and config.FALLBACK
-    n_first = n_masked
+    masked_end = n_masked
     if MASKS_ALL:
-        n_first = n_blocks
+        masked_end = n_blocks
     elif CUT and config.FIXED_MAX:
-        n_first = n_edge_blocks
+        masked_end = n_edge_blocks
     if CUT or LISTED:
         o, p, m_i, l_i, item = _attend_blocks(
-            consumer, q, rows, order, 1, n_first, o, p, m_i, l_i, item, keys, upcoming, True, False
+            consumer, q, rows, order, 1, masked_end, o, p, m_i, l_i, item, keys, upcoming, True, False
         )  # fmt: skip
     if config.FIXED_MAX:
         if not CUT:
@@ -517,8 +487,9 @@ def _store_output(consumer, tile, row0, o, factor, keys_weight):
     # A consumer's totals are twice as large as its out, which lies in the first half of them.
     O_TILE: gl.constexpr = 2 * CONSUMER if config.OUT_IN_TOTALS else CONSUMER
     if config.STORE_FROM_REGISTERS:
-        o_matrix = matrix(outputs.o_ptr, outputs.o_tensor, 0)
-        offset = head_offset(o_matrix, tile.b, tile.h, tile.first_q, PACKED if problem.LENGTHS == PACKED else EQUAL)
+        rows = head_rows(
+            outputs.o_ptr, outputs.o_tensor, tile.b, tile.h, tile.first_q, problem.LENGTHS == PACKED
+        )  # fmt: skip
         end = tile.n_queries if problem.LENGTHS == PACKED else problem.seqlen_q
     else:
         tma.store_wait(0)
@@ -537,7 +508,7 @@ def _store_output(consumer, tile, row0, o, factor, keys_weight):
             out = without_sign_of_zero(out)
         out = out.to(DTYPE)
         if config.STORE_FROM_REGISTERS:
-            store_rows(out, o_matrix, offset, row0, end, run_start(run, config.BOXES_V) * WIDTH)
+            store_rows(out, rows, row0, end, run_start(run, config.BOXES_V) * WIDTH)
         else:
             run_matrix(outputs.o_buffers, O_TILE, O_BOXES, run, config.BOXES_V).store(out)
     if not config.STORE_FROM_REGISTERS:

@@ -26,11 +26,11 @@ from diyfa.backends.cuda.hopper.tiles import (
 def _find_tile(index, slot, problem, shared, scheduler):
     """Find the next non-empty tile at or after number `index`, write its tile info to `slot`, return its number.
 
-    If no tile is left, the tile info says so.
+    If no tile is left, write the end marker.
     """
     config: gl.constexpr = shared.config
-    # This call is inside the loop over blocks. Without the barrier the compiler would compute numbers of `problem`
-    # before the loop and hold them in registers, which the producer does not have.
+    # FIND_AHEAD calls this inside the loop over blocks. Without the barrier the compiler would compute numbers of
+    # `problem` before the loop and hold them in registers, which the producer does not have.
     if config.FIND_AHEAD:
         problem = problem.behind_barrier()
     tiles = problem.tile_count(config.BLOCK_M)

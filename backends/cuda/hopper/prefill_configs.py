@@ -12,10 +12,9 @@ MIN_PAGE_SIZE = 16  # keys; with smaller pages, a key block would take too many 
 SWIZZLE_COLUMNS = 64  # columns of the widest box whose rows follow each other in memory, so that boxes can be stacked
 # For two consumers and a producer, if a key block has several pages. Three consumers have no registers to give away.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
-# Rows (most query heads per KV head, fewest queries of a sequence, on average, that the kernel takes). Its tiles have
-# queries of one head. With fewer queries the portable kernel runs: it has all heads of a group in one tile, and splits
-# keys among programs. Today one row is for all groups.
-MIN_QUERIES_BY_GROUP: tuple[tuple[int, int], ...] = ((1 << 30, 64),)
+# Fewest queries of a sequence, on average, that the kernel takes. Its tiles have queries of one head. With fewer, the
+# portable kernel runs: it has all heads of a group in one tile, and splits keys among programs.
+MIN_QUERIES = 64
 
 
 @cached_per_problem
@@ -46,21 +45,6 @@ def select_config(problem: KVCacheProblem) -> Sm90Config:
     return config
 
 
-def _queries(problem: KVCacheProblem) -> int:
-    """Return the average number of queries of a sequence."""
-    return problem.total_q // max(problem.batch, 1) if problem.varlen else problem.seqlen_q
-
-
-def _min_queries(problem: KVCacheProblem) -> int:
-    group = problem.heads_q // problem.heads_kv
-    return next(min_queries for max_group, min_queries in MIN_QUERIES_BY_GROUP if group <= max_group)
-
-
-def has_few_queries(problem: KVCacheProblem) -> bool:
-    """Return whether the call has too few queries for the kernel, with any number of keys."""
-    return _queries(problem) < _min_queries(problem)
-
-
 def refuses(problem: KVCacheProblem) -> str | None:
     """Return why the kernel does not take `problem`, or None."""
     if problem.cache_dtype != problem.dtype:
@@ -71,9 +55,9 @@ def refuses(problem: KVCacheProblem) -> str | None:
     }
     if refused := [name for name, is_used in options.items() if is_used]:
         return f"sm90_prefill does not take {', '.join(refused)}"
-    if has_few_queries(problem):
-        min_queries, queries = _min_queries(problem), _queries(problem)
-        return f"sm90_prefill pays from {min_queries} queries of a sequence on, these have {queries} on average"
+    queries = problem.total_q // max(problem.batch, 1) if problem.varlen else problem.seqlen_q
+    if queries < MIN_QUERIES:
+        return f"sm90_prefill pays from {MIN_QUERIES} queries of a sequence on, these have {queries} on average"
     if reason := configs.refuses(as_forward(problem)):
         return reason
     if not problem.few_steps:  # the forward pass does not check it for packed queries

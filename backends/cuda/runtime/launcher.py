@@ -5,8 +5,7 @@ constants and the kinds of its arguments. The values of numbers are not in it, s
 compiles. Triton's own launch binds and specialises each argument anew, asks the driver about each pointer and encodes
 each descriptor: with 40 arguments that takes 150 us. Here a launch packs a struct and calls the driver once.
 
-All calls go to the driver's documented functions, through ctypes. If a profiler hooks Triton's launches, and in
-Triton's interpreter, the kernel is launched as Triton's users launch it.
+If a profiler hooks Triton's launches, and in Triton's interpreter, the kernel is launched as Triton's users launch it.
 """
 
 from __future__ import annotations
@@ -25,6 +24,14 @@ from triton import knobs  # an ImportError if Triton is too old, which the regis
 from triton.runtime.errors import OutOfResources
 
 from diyfa.arch import gpu_arch_name, gpu_spec
+from diyfa.backends.cuda.runtime.driver import (
+    PROGRAMMATIC_STREAM_SERIALIZATION,
+    BinaryRefused,
+    LaunchAttribute,
+    LaunchConfig,
+    aligned_memory,
+    driver,
+)
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, may_compile
 from diyfa.backends.cuda.runtime.torch_private import current_device, current_stream
 from diyfa.problem import Launch
@@ -38,10 +45,6 @@ _TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
     torch.float64: "fp64", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5", torch.int8: "i8",
     torch.bool: "i1",
-}  # fmt: skip
-_TMA_TYPES = {  # CUtensorMapDataType
-    torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.int8: 0, torch.int32: 3, torch.int64: 5,
-    torch.float16: 6, torch.float32: 7, torch.bfloat16: 9,
 }  # fmt: skip
 _INT32 = 2**31
 _FLOAT32 = 3.4028234663852886e38  # the largest number
@@ -183,10 +186,10 @@ class _Arguments:
 
     def indices(self, types: tuple[type, ...]) -> _ArgumentIndices:
         """Return where each kind of argument stands in a launch with arguments of these types."""
-        found = self.indices_by_types.get(types)
-        if found is None:
-            found = self.indices_by_types[types] = _ArgumentIndices(self.each, types)
-        return found
+        indices = self.indices_by_types.get(types)
+        if indices is None:
+            indices = self.indices_by_types[types] = _ArgumentIndices(self.each, types)
+        return indices
 
 
 class _ArgumentIndices:
@@ -287,143 +290,6 @@ def kernel_source(launch: Launch, signature: Signature) -> Source:
     return Source(types, constants, frozenset(aligned))
 
 
-# ---- The driver ---------------------------------------------------------------------------------------------------
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_uint64 * 8))
-
-
-class _Config(ctypes.Structure):  # CUlaunchConfig
-    _fields_ = (
-        ("grid_x", ctypes.c_uint), ("grid_y", ctypes.c_uint), ("grid_z", ctypes.c_uint),
-        ("block_x", ctypes.c_uint), ("block_y", ctypes.c_uint), ("block_z", ctypes.c_uint),
-        ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)), ("attribute_count", ctypes.c_uint),
-    )  # fmt: skip
-
-
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID: the kernel may begin before the one before it ends
-_MAX_DYNAMIC_SHARED_SIZE = 8  # CUfunction_attribute
-_PREFER_SHARED = 1  # CUfunc_cache: the multiprocessor's memory serves as shared memory, so that more programs fit
-_INVALID_CONTEXT = 201
-_REFUSED = 200, 209, 222, 223  # an invalid image, none for this GPU, PTX or a compiler's version that is not supported
-_L2_PROMOTION_128B = 2
-# Rank -> struct of the arguments of a tensor map: shape, strides in bytes, box, element strides of 1.
-_ROOMS = {rank: struct.Struct(f"<{rank}Q{rank - 1}Q8x{rank}I{rank}I") for rank in range(2, 6)}
-_ONES = (1,) * 5
-STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may have without a request
-
-
-class BinaryRefused(RuntimeError):
-    """The driver cannot load a binary: it is older than what compiled it."""
-
-
-class Driver:
-    """The functions of the CUDA driver that a launch needs. They raise RuntimeError with the driver's reason."""
-
-    def __init__(self) -> None:
-        self._library = library = ctypes.CDLL("libcuda.so.1")
-        # Their arguments are prepared: conversions take as long as the calls.
-        self.launch_function = library.cuLaunchKernelEx
-        self._encode = library.cuTensorMapEncodeTiled
-        self._replace_address = library.cuTensorMapReplaceAddress
-        # Memory in which descriptors are encoded: map, shape, strides, box and steps of up to five dimensions.
-        self._room = ctypes.create_string_buffer(64 + 128 + _ROOMS[5].size)
-        self._bytes = memoryview(self._room).cast("B")
-        self._begin = -ctypes.addressof(self._room) % 64  # the driver requires this alignment of the map
-        at = ctypes.addressof(self._room) + self._begin
-        self._map = ctypes.c_void_p(at)
-        self._arrays = {  # rank -> shape, strides, box, element strides
-            rank: [ctypes.c_void_p(at + 128 + x) for x in (0, 8 * rank, 16 * rank, 20 * rank)] for rank in _ROOMS
-        }
-        self._lock = threading.Lock()  # guards this memory
-        version = ctypes.c_int()
-        self.check(library.cuDriverGetVersion(ctypes.byref(version)))
-        self._clears_bit = version.value <= 13010
-
-    def check(self, result: int) -> None:
-        if result:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(result, ctypes.byref(text))
-            kind = BinaryRefused if result in _REFUSED else RuntimeError
-            raise kind(f"CUDA driver: {(text.value or b'unknown error').decode()} ({result})")
-
-    def load(self, cubin: bytes, name: str, shared: int) -> int:
-        """Load a binary on the current device and return the handle of its function `name`."""
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        result = self._library.cuModuleLoadData(ctypes.byref(module), cubin)
-        if result == _INVALID_CONTEXT:
-            self.set_context()
-            result = self._library.cuModuleLoadData(ctypes.byref(module), cubin)
-        self.check(result)
-        self.check(self._library.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
-        if shared > STATIC_SHARED:
-            self.check(self._library.cuFuncSetCacheConfig(function, _PREFER_SHARED))
-            self.check(self._library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, shared))
-        assert function.value is not None
-        return function.value
-
-    def set_context(self) -> None:
-        """Give this thread the context of the current device, which PyTorch uses, too."""
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        self.check(self._library.cuDeviceGet(ctypes.byref(device), current_device()))
-        self.check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-        self.check(self._library.cuCtxSetCurrent(context))
-
-    def launch_again(self, result: int, prepared: PreparedLaunch) -> None:
-        """Launch once more after `result`, if that is due to the thread's first call. Raises RuntimeError otherwise."""
-        if result == _INVALID_CONTEXT:
-            self.set_context()
-            result = self.launch_function(*prepared.arguments)
-        self.check(result)
-
-    def encode(self, tiles: Tiles, address: int, box: Sequence[int], swizzle: int) -> bytes:
-        """Return the tensor map of a tensor at `address` with the metadata of `tiles`. `box`: shape of one copy."""
-        base, shape, strides, _ = tiles
-        dtype, rank, begin = base.dtype, len(box), self._begin
-        size = dtype.itemsize
-        steps = [size * x for x in strides[-2::-1]]
-        with self._lock:
-            _ROOMS[rank].pack_into(self._room, begin + 128, *shape[::-1], *steps, *box[::-1], *_ONES[:rank])
-            # The zeros: no interleave, and zeros beyond the bounds.
-            result = self._encode(
-                self._map, _TMA_TYPES[dtype], rank, ctypes.c_void_p(address), *self._arrays[rank], 0, swizzle,
-                _L2_PROMOTION_128B, 0,
-            )  # fmt: skip
-            if self._clears_bit and not result and _elements_between_ends(shape, strides) * size < 128 * 1024 - 1:
-                # Drivers up to 13.1 set a wrong bit for small tensors. CUTLASS and Triton clear it, too.
-                self._bytes[begin + 10] &= ~(1 << 5)
-            encoded = bytes(self._bytes[begin : begin + 128])
-        if result:
-            self.check(result)
-        return encoded
-
-    def moved(self, encoded: bytes, address: int) -> bytes:
-        """Return a tensor map for a tensor at `address`, else like that of `encoded`. It takes less time to make."""
-        begin = self._begin
-        with self._lock:
-            self._bytes[begin : begin + 128] = encoded
-            result = self._replace_address(self._map, ctypes.c_void_p(address))
-            moved = bytes(self._bytes[begin : begin + 128])
-        if result:
-            self.check(result)
-        return moved
-
-
-def _elements_between_ends(shape: Sequence[int], strides: Sequence[int]) -> int:
-    return sum([(n - 1) * step for n, step in zip(shape, strides, strict=True)])
-
-
-_driver: list[Driver] = []
-
-
-def driver() -> Driver:
-    if not _driver:
-        _driver.append(Driver())
-    return _driver[0]
-
-
 # ---- A loaded binary ----------------------------------------------------------------------------------------------
 
 _FORMATS = {"i32": (4, "i"), "i64": (8, "q"), "fp32": (4, "f")}
@@ -453,37 +319,6 @@ def parameter_layout(kinds: Kinds, scratch: int) -> tuple[str, list[int]]:
     return text, offsets
 
 
-def _aligned_memory(size: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
-    """Return new memory and the address of `size` bytes in it, a multiple of 64: tensor maps are aligned so."""
-    memory = (ctypes.c_char * (size + 63))()
-    return memory, ctypes.addressof(memory) + -ctypes.addressof(memory) % 64
-
-
-class TensorMaps(dict[int, int]):
-    """Address of a tensor -> address of its tensor map, for one descriptor of a kernel.
-
-    The maps differ in their addresses only: each is made from `encoded`, one of them. A map remains valid if the memory
-    is freed and allocated anew.
-    """
-
-    MAX_SIZE = 256  # a model has one or a few addresses for each layer
-
-    def __init__(self, encoded: bytes) -> None:
-        super().__init__()
-        self._encoded = encoded
-        self._memory: list[ctypes.Array[ctypes.c_char]] = []
-
-    def __missing__(self, address: int) -> int:
-        if len(self) >= self.MAX_SIZE:
-            self.clear()
-            self._memory.clear()
-        memory, begin = _aligned_memory(128)
-        ctypes.memmove(begin, driver().moved(self._encoded, address), 128)
-        self._memory.append(memory)
-        self[address] = begin
-        return begin
-
-
 class PreparedLaunch:
     """Memory that the driver reads at a launch of one binary: grid, stream, parameters and pointers to these.
 
@@ -492,11 +327,11 @@ class PreparedLaunch:
 
     def __init__(self, binary: Binary) -> None:
         stored, self._struct, self._scratch = binary.stored, binary.struct, (0,) * binary.stored.scratch
-        self._memory, first = _aligned_memory(self._struct.size)
+        self._memory, first = aligned_memory(self._struct.size)
         self._begin = first - ctypes.addressof(self._memory)
         self.pointers = (ctypes.c_void_p * len(binary.offsets))(*[first + x for x in binary.offsets])
-        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
-        self.config = _Config(
+        self._attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, (1,))
+        self.config = LaunchConfig(
             1, 1, 1, 32 * stored.num_warps, 1, 1, stored.shared, None, ctypes.pointer(self._attribute),
             int(stored.launch_pdl),
         )  # fmt: skip

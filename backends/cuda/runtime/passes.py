@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from diyfa.backends.cuda.runtime.driver import TensorMaps, driver
 from diyfa.backends.cuda.runtime.launch import may_compile, on_device
 from diyfa.backends.cuda.runtime.launcher import (
     Binary,
     PreparedLaunch,
-    TensorMaps,
     Tiles,
-    driver,
     is_missing,
     launch_kernel,
     launch_signature,
@@ -191,13 +190,9 @@ def device_getter(x: torch.Tensor) -> Callable[[], int]:
 
 
 def make_replay(
-    operation: Pass,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    choice: Callable[[], object],
-    numbers: Sequence[str] = (),
-    lse_is_optional: bool = False,
-) -> Replay | None:
+    operation: Pass, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], choice: Callable[[], object],
+    numbers: Sequence[str] = (), lse_is_optional: bool = False,
+) -> Replay | None:  # fmt: skip
     """Return a function that repeats the launches of a pass with other addresses of `inputs`, or None if it cannot.
 
     The function allocates tensors like `outputs` and the pass's memory, launches, and returns them. The caller may pass

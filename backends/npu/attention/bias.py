@@ -45,7 +45,8 @@ def _four_strides(bias: torch.Tensor) -> list[int]:
 def _bias_view(bias: torch.Tensor, has_keys: bool) -> Bias:
     """Return a tensor as `Bias`, without a copy. `has_keys`: "k" is among its dims even if there is only one key."""
     b, h, m, n = _four_strides(bias)
-    return Bias(bias, ("q" if m else "") + ("k" if n or has_keys else "") or "1", (b, h, m))
+    dims = ("q" if m else "") + ("k" if n or has_keys else "")
+    return Bias(bias, dims or "1", (b, h, m))
 
 
 def _fits_kernels(bias: torch.Tensor) -> bool:
@@ -55,7 +56,9 @@ def _fits_kernels(bias: torch.Tensor) -> bool:
     *_, m, n = _four_strides(bias)
     if bias.dtype not in NATIVE:
         return False
-    return n == 1 and (m == 0 or m >= bias.shape[-1]) if n else m in (0, 1)
+    if n:
+        return n == 1 and (m == 0 or m >= bias.shape[-1])
+    return m in (0, 1)
 
 
 def as_read(bias: torch.Tensor | None, keys: int = 0) -> Bias:

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from diyfa.backends.npu.attention.primitives import key_range
 from diyfa.problem import AttentionTensors
 
 WORD = tl.constexpr(32)  # bits of a word
@@ -45,6 +46,26 @@ def listed_queries(lists, n0, seqlen_q, seqlen_k, c: tl.constexpr):
     nk = tl.cdiv(seqlen_k, c.MASK_K)
     counts = lists + nq * nk + nq * (2 + nk) + (n0 // c.MASK_K) * (2 + nq)
     return counts + 2, tl.load(counts) * c.MASK_Q, tl.load(counts + 1) * c.MASK_Q
+
+
+@triton.jit
+def visited_keys(
+    mask_blocks_ptr, b, h, row0, sq, sk, seqlen_q, seqlen_k, window_left, window_right, stride_b, stride_h,
+    c: tl.constexpr,
+):  # fmt: skip
+    """Return (lists, list_ptr, full_end, lo, hi): BLOCK_M queries from `row0` on loop over keys [lo, hi).
+
+    With a block mask these are positions in the list at `list_ptr`, one of the head's `lists`, and those from
+    `full_end` on lie in partial blocks. Without one, the first three are unused zeros.
+    """
+    if c.MASK_K:
+        lists = head_lists(mask_blocks_ptr, b, h, stride_b, stride_h)
+        list_ptr, full_end, hi = listed_keys(lists, row0, seqlen_q, seqlen_k, c)
+        lo = 0
+    else:
+        lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
+        lists, list_ptr, full_end = 0, 0, 0
+    return lists, list_ptr, full_end, lo, hi
 
 
 @triton.jit

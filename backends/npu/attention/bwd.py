@@ -43,12 +43,9 @@ from diyfa.problem import AttentionGradients, AttentionProblem, AttentionTensors
 
 
 def _dbias_launch(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    dbias: torch.Tensor,
-    values: dict[str, Any],
+    problem: AttentionProblem, tensors: AttentionTensors, dbias: torch.Tensor, values: dict[str, Any],
     tile: AttentionTile | None,
-) -> tuple[str, Launch]:
+) -> tuple[str, Launch]:  # fmt: skip
     """Return (name, launch) for the gradient of the bias. It writes `dbias`, or the buffer of `as_written`.
 
     "dbias_rows" is the kernel for a bias without keys, "dbias" that for all others, with `tile` or the table's tile.
@@ -79,19 +76,14 @@ def _dbias_launch(
 
 
 def make_launches(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    gradients: AttentionGradients,
-    tiles: Mapping[str, AttentionTile] | None = None,
-) -> dict[str, Launch]:
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+    dlse: torch.Tensor | None, gradients: AttentionGradients, tiles: Mapping[str, AttentionTile] | None = None,
+) -> dict[str, Launch]:  # fmt: skip
     """Return the launches that fill the gradients, by name, in the order in which they must run.
 
     `tiles` replaces tiles of the table, by kernel name. Gradients of captured tensors are zeros in float32, to which
-    the launches add."""
+    the launches add.
+    """
     tiles = tiles or {}
     layout, arch, device, heads_q = problem.layout, problem.arch, lse.device, problem.heads_q
     values = {
@@ -109,11 +101,9 @@ def make_launches(
 
     block = preprocess_rows(problem)
     grid = vector_programs(arch, device, triton.cdiv(rows, block) * batch * heads_q)
-    row_values = {"seqlen_q": rows, "BLOCK_M": block}
+    row_values = values | {"seqlen_q": rows, "BLOCK_M": block}
     options = family_options(arch)
-    launches["preprocess"] = bind_launch(
-        _bwd_preprocess_kernel, PreprocessConstants, grid, values | row_values, options
-    )
+    launches["preprocess"] = bind_launch(_bwd_preprocess_kernel, PreprocessConstants, grid, row_values, options)
 
     tile = tiles.get("dkdv") or attention_tile(problem, "dkdv")
     tasks = triton.cdiv(problem.seqlen_k, tile.block_n) * problem.batch * problem.heads_kv
@@ -130,26 +120,16 @@ def make_launches(
         captured = captured_launches(problem, values, totals, conservative_tile(problem, "dbias"))
         launches |= {f"captured{n}": launch for n, launch in enumerate(captured)}
     if gradients.dsinks is not None:
-        row_values = {"batch": batch, "seqlen_q": rows, "BLOCK_M": PREPROCESS_ROWS}
-        launches["dsinks"] = bind_launch(
-            _bwd_dsinks_kernel,
-            SinkGradientConstants,
-            vector_programs(arch, device, heads_q),
-            values | row_values,
-            options,
-        )
+        grid = vector_programs(arch, device, heads_q)
+        row_values = values | {"batch": batch, "seqlen_q": rows, "BLOCK_M": PREPROCESS_ROWS}
+        launches["dsinks"] = bind_launch(_bwd_dsinks_kernel, SinkGradientConstants, grid, row_values, options)
     return launches
 
 
 def attention_bwd(
-    problem: AttentionProblem,
-    tensors: AttentionTensors,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    gradients: AttentionGradients,
-) -> None:
+    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
+    dlse: torch.Tensor | None, gradients: AttentionGradients,
+) -> None:  # fmt: skip
     """Launch the backward kernels, which fill the gradients.
 
     1. Choose the tile of each kernel that has tiles. That may measure candidates, with launches of their own.
@@ -165,17 +145,18 @@ def attention_bwd(
     if gradients.delta is None:  # one delta for all kernels, whatever their tiles
         gradients = gradients._replace(delta=torch.empty_like(lse))
 
-    def launch_with(kernel: str, tile: AttentionTile) -> list[Launch]:
-        """Return one kernel's launch with `tile`: that of `launches`, if it has this tile, else a new one."""
-        if tile is tiles.get(kernel):
-            return [launches[kernel]]
+    def new_launch(kernel: str, tile: AttentionTile) -> list[Launch]:
+        """Return one kernel's launch with `tile`."""
         return [make_launches(problem, tensors, out, lse, dout, dlse, gradients, {kernel: tile})[kernel]]
 
-    tiles: dict[str, AttentionTile] = {}  # empty until all are chosen, so that `launch_with` makes new launches
+    def launch_with(kernel: str, tile: AttentionTile) -> list[Launch]:
+        """Return one kernel's launch with `tile`: that of `launches`, unless its chosen tile did not compile."""
+        return [launches[kernel]] if tile is tiles[kernel] else new_launch(kernel, tile)
+
     with device_guard(tensors.q):
         dbias_has_keys = dbias is not None and "k" in as_written(dbias, bias_keys(problem)).dims
         tiled_kernels = ("dkdv", "dq", "dbias") if dbias_has_keys else ("dkdv", "dq")
-        tiles |= {kernel: chosen_tile(problem, kernel, partial(launch_with, kernel)) for kernel in tiled_kernels}
+        tiles = {kernel: chosen_tile(problem, kernel, partial(new_launch, kernel)) for kernel in tiled_kernels}
         launches = make_launches(problem, tensors, out, lse, dout, dlse, gradients, tiles)
         for kernel, launch in launches.items():
             if kernel in tiles:

@@ -8,9 +8,9 @@ atomic additions. So there are two kernels, and a workspace between them:
    result, 0 for hidden pairs;
 2. `_bwd_captured_kernel`, on the vector cores, adds ds times each derivative at the offset of each load, in fp32.
 
-A task is one block of BLOCK_M query rows of one head with all its keys. The tasks are divided into as many as the
-workspace holds, and both kernels are launched for each of these parts. Sums have no fixed order, and deterministic
-calls are refused. The kernels have one tile, which is not tuned: a second run would add twice.
+A task is one block of BLOCK_M query rows of one head with all its keys. The workspace holds a number of tasks, and both
+kernels are launched once for each such number of them. Sums have no fixed order, and deterministic calls are refused.
+The tile is not tuned: the second run of a measurement would add twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from diyfa.backends.npu.attention.block_mask import head_lists, listed, listed_keys
+from diyfa.backends.npu.attention.block_mask import listed, visited_keys
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.attention.launch import AttentionConstants, attention_launch
 from diyfa.backends.npu.attention.primitives import (
@@ -31,7 +31,6 @@ from diyfa.backends.npu.attention.primitives import (
     dense_head_base,
     dot,
     head_base,
-    key_range,
     load_lse,
     load_row,
     load_tile,
@@ -48,7 +47,7 @@ from diyfa.backends.npu.runtime.launch import bind_launch, vector_programs
 from diyfa.backends.npu.tables.configs import AttentionTile, family_options
 from diyfa.problem import AttentionProblem, Captured, Launch
 from diyfa.score_code import JitSource, gradients_source
-from diyfa.score_functions import MAX_TENSORS
+from diyfa.score_programs import MAX_TENSORS
 
 WORKSPACE_BYTES = 256 * 2**20  # of scores and ds, unless one task needs more
 
@@ -68,38 +67,33 @@ class CapturedConstants(AttentionConstants):
 
 
 @triton.jit
-def task_keys(
-    task, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, mask_blocks_ptr, stride_mask_b, stride_mask_h,
-    heads_q, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, c: tl.constexpr,
-):  # fmt: skip
-    """Return (b, h, row0, start_q, start_k, sq, sk, lists, list_ptr, full_end, lo, hi) of a task, for both kernels.
-
-    b, h, row0: sample, query head and first query row. start_q, start_k, sq, sk: `sequence_info`. The task loops over
-    keys [lo, hi); it has none (hi = lo) if row0 is beyond the sequence. With a block mask these are positions in the
-    list at `list_ptr`, of the head's `lists`, and those from full_end on lie in partial blocks.
-    """
-    blocks = tl.cdiv(seqlen_q, c.BLOCK_M)
-    row0 = task % blocks * c.BLOCK_M
+def task_rows(task, heads_q, seqlen_q, BLOCK_M: tl.constexpr):
+    """Return (sample, query head, first query row) of a task."""
+    blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    row0 = task % blocks * BLOCK_M
     h = task // blocks % heads_q
     b = task // blocks // heads_q
-    start_q, start_k, sq, sk = sequence_info(
-        seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
-    )
-    if c.MASK_K:  # positions in the list of the block's keys
-        lists = head_lists(mask_blocks_ptr, b, h, stride_mask_b, stride_mask_h)
-        list_ptr, full_end, hi = listed_keys(lists, row0, seqlen_q, seqlen_k, c)
-        lo = 0
-    else:
-        lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
+    return b, h, row0
+
+
+@triton.jit
+def task_keys(
+    mask_blocks_ptr, b, h, row0, sq, sk, seqlen_q, seqlen_k, window_left, window_right, stride_mask_b, stride_mask_h,
+    c: tl.constexpr,
+):  # fmt: skip
+    """Return `visited_keys` of a task: none (hi = lo) if row0 is beyond the sequence."""
+    lists, list_ptr, full_end, lo, hi = visited_keys(
+        mask_blocks_ptr, b, h, row0, sq, sk, seqlen_q, seqlen_k, window_left, window_right, stride_mask_b,
+        stride_mask_h, c,
+    )  # fmt: skip
+    if not c.MASK_K:
         hi = tl.minimum(hi, seqlen_k)  # a packed sequence may be longer than the host knows
-        lists, list_ptr, full_end = 0, 0, 0
-    hi = tl.where(row0 < sq, hi, lo)
-    return b, h, row0, start_q, start_k, sq, sk, lists, list_ptr, full_end, lo, hi
+    return lists, list_ptr, full_end, lo, tl.where(row0 < sq, hi, lo)
 
 
 @triton.jit
 def workspace_tile(ptr, index, n0, stride_task, stride_row, c: tl.constexpr):
-    """Return a block pointer to the tile at key n0 of a launch's `index`-th task, which has [BLOCK_M, stride_row]."""
+    """Return a block pointer to a tile of the launch's `index`-th task, at key n0 of its [BLOCK_M, stride_row]."""
     base = ptr + tl.cast(index, tl.int64) * stride_task
     return tl.make_block_ptr(
         base, (c.BLOCK_M, stride_row), (stride_row, 1), (0, n0), (c.BLOCK_M, c.BLOCK_N), (1, 0)
@@ -126,9 +120,13 @@ def _bwd_score_gradient_kernel(
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
     group = heads_q // heads_kv
     for index in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
-        b, h, row0, start_q, start_k, sq, sk, lists, list_ptr, full_end, lo, hi = task_keys(
-            first_task + index, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, mask_blocks_ptr, stride_mask_b,
-            stride_mask_h, heads_q, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, c,
+        b, h, row0 = task_rows(first_task + index, heads_q, seqlen_q, c.BLOCK_M)
+        start_q, start_k, sq, sk = sequence_info(
+            seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
+        )
+        lists, list_ptr, full_end, lo, hi = task_keys(
+            mask_blocks_ptr, b, h, row0, sq, sk, seqlen_q, seqlen_k, window_left, window_right, stride_mask_b,
+            stride_mask_h, c,
         )  # fmt: skip
         hk = h // group
         rows = sq if c.VARLEN else seqlen_q  # rows after a packed sequence belong to the next one
@@ -189,9 +187,13 @@ def _bwd_captured_kernel(
 ):  # fmt: skip
     """Add the gradients of captured tensors of the tasks in the workspace."""
     for index in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
-        b, h, row0, _start_q, _start_k, sq, sk, _lists, list_ptr, _full_end, lo, hi = task_keys(
-            first_task + index, cu_seqlens_q_ptr, cu_seqlens_k_ptr, seq_lens_ptr, mask_blocks_ptr, stride_mask_b,
-            stride_mask_h, heads_q, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, c,
+        b, h, row0 = task_rows(first_task + index, heads_q, seqlen_q, c.BLOCK_M)
+        _start_q, _start_k, sq, sk = sequence_info(
+            seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
+        )
+        _lists, list_ptr, _full_end, lo, hi = task_keys(
+            mask_blocks_ptr, b, h, row0, sq, sk, seqlen_q, seqlen_k, window_left, window_right, stride_mask_b,
+            stride_mask_h, c,
         )  # fmt: skip
         for step in range(0, hi - lo, c.BLOCK_N):
             n0 = lo + step
@@ -209,9 +211,10 @@ def _bwd_captured_kernel(
 def captured_launches(
     problem: AttentionProblem, values: dict[str, Any], totals: Captured, tile: AttentionTile
 ) -> Iterator[Launch]:
-    """Yield the launches, two for each part of the tasks. They add to `totals`, which are float32.
+    """Yield the launches: of both kernels, for as many tasks as the workspace holds. They add to `totals`, float32.
 
-    `values`: arguments and constants of all kernels of the backward pass."""
+    `values`: arguments and constants of all kernels of the backward pass.
+    """
     rows, block = tile.block_m, problem.mask[1] if problem.mask else tile.block_n  # a list has whole blocks of a mask
     keys = triton.cdiv(problem.seqlen_k, block) * block
     tasks = triton.cdiv(problem.seqlen_q, rows) * problem.batch * problem.heads_q

@@ -81,7 +81,7 @@ def _bwd_dkdv_kernel(
        query head;
     2. loads k and v, and clears dk and dv;
     3. for each tile of query rows of each head of the group adds to dk and dv, as the file's header says;
-    4. clears rows of keys that no query sees, scales, and stores dk and dv.
+    4. clears rows of keys that do not exist or that no query sees, scales, and stores dk and dv.
     """
     PAD_D: tl.constexpr = c.HEAD_DIM < c.BLOCK_D
     PAD_D_TAIL: tl.constexpr = c.HEAD_DIM != c.BLOCK_D + c.BLOCK_D_TAIL
@@ -176,8 +176,8 @@ def _bwd_dkdv_kernel(
                             score_tensor2_ptr, score_tensor3_ptr, c.MASK_K == 0 or c.SEQ_LENS, True, c,
                         )  # fmt: skip
                     p = tl.exp(s - lse[None, :])  # [BLOCK_N, BLOCK_M]
-                    # Compiled in even if no tile needs it (padded keys only reach their own rows of dk and dv): without
-                    # it AscendNPU IR 1.1.0 leaves square tiles to one vector core, or overflows the unified buffer.
+                    # No tile may need this mask: padded keys reach only their own rows of dk and dv. But without it
+                    # AscendNPU IR 1.1.0 leaves square tiles to one vector core, or overflows the unified buffer.
                     if c.SCORE_FN is None:
                         if c.MASK_K:
                             p = keep_visible(
@@ -186,8 +186,8 @@ def _bwd_dkdv_kernel(
                         if c.MASK_K == 0 or c.SEQ_LENS:
                             p = masked(p, 0.0, row0, n0, sq, sk, window_left, window_right, True, c)
                         p = drop_columns(p, row0, sq, c.BLOCK_M)
-                    # The cube unit may overwrite a left operand. In fp32 p itself is that of the dv product, so every
-                    # other use of p comes before that product.
+                    # The cube unit may overwrite the left operand of a product. In fp32 the dv product takes p itself,
+                    # so every other use of p comes before it.
                     dp = dot(v, tl.trans(dout), c.INTERPRET)  # [BLOCK_N, BLOCK_M]
                     p_dropped = p
                     if c.DROPOUT:
@@ -199,7 +199,7 @@ def _bwd_dkdv_kernel(
                         p_dropped = tl.where(keep, p, 0.0)
                         dp = tl.where(keep, dp, 0.0)
                     ds = p * (dp - delta[None, :])
-                    ds = product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c)
+                    ds = product_gradient(ds, capped, softcap_inverse, c)
                     if c.SCORE_FN is not None:
                         ds = function_gradient(
                             ds, score, seen, b, h, row0, n0, sq, sk, window_right,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import triton.language as tl
 
-from diyfa.backends.npu.attention.block_mask import head_lists, keep_visible, listed, listed_keys
+from diyfa.backends.npu.attention.block_mask import keep_visible, listed, visited_keys
 from diyfa.backends.npu.attention.dropout import head_keys, keep_tile, position_words
 from diyfa.backends.npu.attention.launch import AttentionConstants
 from diyfa.backends.npu.attention.primitives import (
@@ -28,7 +28,6 @@ from diyfa.backends.npu.attention.primitives import (
     dot_add,
     head_base,
     keep_first_rows,
-    key_range,
     load_lse,
     load_row,
     load_tile,
@@ -69,6 +68,7 @@ def _bwd_dq_kernel(
     batch, heads_q, heads_kv, seqlen_q, seqlen_k, total_q, total_k, window_left, window_right, heads_in_parallel,
     c: tl.constexpr,
 ):  # fmt: skip
+    """Write dq, as the file's header says. The arguments are those of fwd.py."""
     PAD_D: tl.constexpr = c.HEAD_DIM < c.BLOCK_D
     PAD_D_TAIL: tl.constexpr = c.HEAD_DIM != c.BLOCK_D + c.BLOCK_D_TAIL
     PAD_DV: tl.constexpr = c.HEAD_DIM_V != c.BLOCK_DV
@@ -89,13 +89,10 @@ def _bwd_dq_kernel(
                 seq_lens_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, b, seqlen_q, seqlen_k, total_q, total_k, c
             )
             rows = sq if c.VARLEN else seqlen_q  # rows after a packed sequence belong to the next one
-            if c.MASK_K:  # positions in the list of the block's keys
-                lists = head_lists(mask_blocks_ptr, b, h, stride_mask_b, stride_mask_h)
-                keys, full, hi = listed_keys(lists, row0, seqlen_q, seqlen_k, c)
-                lo = 0
-            else:
-                lo, hi = key_range(row0, sq, sk, window_left, window_right, c)
-                lists, full = 0, 0
+            lists, list_ptr, full_end, lo, hi = visited_keys(
+                mask_blocks_ptr, b, h, row0, sq, sk, seqlen_q, seqlen_k, window_left, window_right, stride_mask_b,
+                stride_mask_h, c,
+            )  # fmt: skip
             q_base = head_base(q_ptr, b, h, start_q, stride_qb, stride_qh, stride_qm, c.VARLEN)
             k_base = head_base(k_ptr, b, hk, start_k, stride_kb, stride_kh, stride_kn, c.VARLEN)
             v_base = head_base(v_ptr, b, hk, start_k, stride_vb, stride_vh, stride_vn, c.VARLEN)
@@ -127,7 +124,7 @@ def _bwd_dq_kernel(
             for step in range(0, hi - lo, c.BLOCK_N):
                 n0 = lo + step
                 if c.MASK_K:
-                    n0 = listed(step, keys, c.MASK_K)
+                    n0 = listed(step, list_ptr, c.MASK_K)
                     k = load_tile(block_at(k_base, sk, stride_kn, n0, 0, c.HEAD_DIM, c.BLOCK_N, c.BLOCK_D), PAD_D)
                 else:
                     k = load_tile(k_block, PAD_D)  # [BLOCK_N, BLOCK_D]
@@ -146,7 +143,7 @@ def _bwd_dq_kernel(
                 if c.SCORE_FN is not None:
                     score = s
                     s, seen = function_scores(
-                        s, b, h, step >= full, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k,
+                        s, b, h, step >= full_end, lists, mask_bits_ptr, row0, n0, sq, sk, seqlen_k,
                         window_left, window_right, score_tensor0_ptr, score_tensor1_ptr,
                         score_tensor2_ptr, score_tensor3_ptr, c.MASKED, False, c,
                     )  # fmt: skip
@@ -160,7 +157,7 @@ def _bwd_dq_kernel(
                     c0, c1 = position_words(column_key0, column_key1, tl.arange(0, c.BLOCK_N) + n0)
                     dp = tl.where(keep_tile(r0, r1, c0, c1, keep_threshold), dp, 0.0)
                 ds = p * (dp - delta[:, None])
-                ds = product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c)
+                ds = product_gradient(ds, capped, softcap_inverse, c)
                 # Mask ds, not p: a product with fewer keys than the tile does not write the other columns of its
                 # accumulator, so s and dp may hold anything there, NaN included.
                 if c.SCORE_FN is not None:
@@ -170,7 +167,7 @@ def _bwd_dq_kernel(
                     )  # fmt: skip
                 else:
                     if c.MASK_K:
-                        ds = keep_visible(ds, 0.0, step >= full, lists, mask_bits_ptr, row0, n0, seqlen_k, False, c)
+                        ds = keep_visible(ds, 0.0, step >= full_end, lists, mask_bits_ptr, row0, n0, seqlen_k, False, c)
                     if c.MASKED:
                         ds = masked(ds, 0.0, row0, n0, sq, sk, window_left, window_right, False, c)
                 ds = narrow(ds, k.dtype, c.INTERPRET)

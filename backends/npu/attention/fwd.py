@@ -128,7 +128,7 @@ def _fwd_kernel(
         blocks, tasks = count_tasks(
             cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, c.BLOCK_M, c.VARLEN, BY_SAMPLE
         )
-        # A program takes one task in each round, in odd rounds from the round's end (`position_in_round`).
+        # The rounds in which this program's task is one of this sample (`primitives.py`, tasks and rounds).
         for round_index in range(rounds_before(first_task), rounds_before(first_task + tasks)):
             task = task_in_round(round_index) - first_task
             b, h, block = locate_task(task, sample, blocks, batch, heads_q, heads_in_parallel, BY_SAMPLE, True)

@@ -104,14 +104,9 @@ def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str)
 
 
 def attention_launch(
-    kernel: Any,
-    constants: type[Constants],
-    step: str,
-    problem: AttentionProblem,
-    values: dict[str, Any],
-    tile: AttentionTile,
-    tasks: int,
-) -> Launch:
+    kernel: Any, constants: type[Constants], step: str, problem: AttentionProblem, values: dict[str, Any],
+    tile: AttentionTile, tasks: int,
+) -> Launch:  # fmt: skip
     """Return the launch of a kernel with matrix products. `step`: its name in the tile table. `tasks`: its tasks."""
     values = values | {
         "BLOCK_M": tile.block_m,

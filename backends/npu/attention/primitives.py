@@ -371,10 +371,11 @@ def score_tile(
 
 
 @triton.jit
-def product_gradient(ds, b, h, capped, softcap_inverse, per_head_ptr, stride_per_head_b, c: tl.constexpr):
+def product_gradient(ds, capped, softcap_inverse, c: tl.constexpr):
     """Turn the gradient of scores into that of products, up to `grad_scale`. `capped`: the result of `score_tile`.
 
-    With a softcap that is minus its derivative, 1 - tanh², as grad_scale is negative."""
+    With a softcap, the factor is minus the softcap's derivative 1 - tanh², because grad_scale is negative.
+    """
     if c.SOFTCAP != "":
         t = capped * softcap_inverse
         ds = ds * (t * t - 1.0)

@@ -29,7 +29,7 @@ from diyfa.backends.npu.attention.block_mask import keep_visible
 from diyfa.backends.npu.attention.primitives import masked
 from diyfa.problem import AttentionProblem, AttentionTensors
 from diyfa.score_code import Spelling
-from diyfa.score_functions import MAX_TENSORS
+from diyfa.score_programs import MAX_TENSORS
 
 
 @triton.jit

@@ -58,7 +58,7 @@ from diyfa.problem import (
     NewKeys,
     empty_output,
 )
-from diyfa.score_functions import function_name
+from diyfa.score_programs import function_name
 
 
 def _problem(arch: str, dtype: str, d: int, causal: bool = True, seq_lens: bool = False) -> AttentionProblem:
@@ -725,24 +725,24 @@ def _quantizing(arch: str) -> Iterator[CompileSpec]:
     spec = gpu_spec(arch)
     if spec is None or not spec.has_bf16:
         return
-    modes = {"measure": quantize.MEASURE.value, "alone": quantize.ALONE.value, "given": quantize.GIVEN.value}
+    modes = {"measure": quantize.MEASURE.value, "by block": quantize.BY_BLOCK.value, "given": quantize.GIVEN.value}
     cases: list[tuple[str, int, str, Scheme]] = [
-        ("alone", d, dtype, Scheme(torch.int8, PER_BLOCK, 128 if d < 256 else 64, 1, True, rotate))
+        ("by block", d, dtype, Scheme(torch.int8, PER_BLOCK, 128 if d < 256 else 64, 1, True, rotate))
         for d, dtype, rotate in ((64, "bfloat16", True), (128, "bfloat16", True), (256, "float16", False))
     ]
     cases += [
         ("measure", 128, "bfloat16", Scheme(torch.int8, PER_HEAD, 128, 4, False, True)),
         ("given", 128, "bfloat16", Scheme(torch.int8, PER_HEAD, 128, 4, False, True)),
         ("given", 80, "float32", Scheme(torch.int8, PER_TENSOR, 64, 1, True)),
-        ("alone", 512, "float16", Scheme(torch.int8, PER_BLOCK, 64, 1)),
-        ("alone", 512, "bfloat16", Scheme(torch.int8, PER_BLOCK, 64, 1, False, True)),
+        ("by block", 512, "float16", Scheme(torch.int8, PER_BLOCK, 64, 1)),
+        ("by block", 512, "bfloat16", Scheme(torch.int8, PER_BLOCK, 64, 1, False, True)),
     ]
     if spec.has_fp8:
         cases = [(mode, d, dtype, scheme._replace(dtype=torch.float8_e4m3fn)) for mode, d, dtype, scheme in cases]
     for mode, d, dtype, scheme in cases:
         x = torch.empty(2, 8, 1024, d, dtype=getattr(torch, dtype), device="meta")
         mean = x.new_empty((2, 8, d), dtype=torch.float32) if scheme.smooth else None
-        magnitude = None if mode == "alone" else x.new_empty((2, 8), dtype=torch.int32)
+        magnitude = None if mode == "by block" else x.new_empty((2, 8), dtype=torch.int32)
         descale = None if mode == "measure" else x.new_empty((2, 8, 8), dtype=torch.float32)
         values = None if mode == "measure" else torch.empty_like(x, dtype=scheme.dtype)
         name = (

@@ -30,7 +30,7 @@ from diyfa.problem import (
     empty_output,
 )
 from diyfa.score_code import gathered_loads
-from diyfa.score_functions import function_name
+from diyfa.score_programs import function_name
 
 _POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",

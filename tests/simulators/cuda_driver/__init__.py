@@ -79,6 +79,7 @@ def install(folder: Path) -> Simulated:
     triton.knobs.nvidia.libcuda_path = str(folder)
     from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
 
+    import diyfa.backends.cuda.runtime.driver as cuda_driver
     import diyfa.backends.cuda.runtime.launcher as launcher
     import diyfa.backends.cuda.runtime.passes as passes
 
@@ -123,6 +124,7 @@ def install(folder: Path) -> Simulated:
 
     driver.set_active(Driver())
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    cuda_driver.current_device = lambda: 0
     for module in (launcher, passes):
         module.current_device = lambda: 0
         module.current_stream = lambda device: STREAM
