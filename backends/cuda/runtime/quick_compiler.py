@@ -59,17 +59,13 @@ def _signature(function: Any) -> inspect.Signature:
     return _known_signature(function) if isinstance(function, FunctionType) else inspect.signature(function)
 
 
-_trees: dict[str, ast.Module] = {}  # source -> its syntax tree, which Triton only reads
-
-
 def _parsing(parse: Callable[[Any], ast.Module]) -> Callable[[Any], ast.Module]:
-    """Return `JITFunction.parse` with a cache."""
+    """Return `JITFunction.parse` with a memory: the function keeps its syntax tree, which Triton only reads."""
 
     def parse_once(function: Any) -> ast.Module:
-        tree = _trees.get(function.src)
-        if tree is None:
-            tree = _trees[function.src] = parse(function)
-        return tree
+        if "tree" not in vars(function):
+            function.tree = parse(function)
+        return function.tree
 
     return parse_once
 
