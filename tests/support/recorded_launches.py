@@ -18,7 +18,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from diyfa.backends.cuda import attention, matmul
-from diyfa.backends.cuda.runtime import binaries, launcher, passes
+from diyfa.backends.cuda.runtime import binaries, driver, launcher, passes
 from diyfa.problem import Launch
 
 STREAM = 77
@@ -148,7 +148,7 @@ def install(patch: pytest.MonkeyPatch) -> Recorder:
                 elif attribute == "_GRADIENT_KERNELS":
                     patch.setattr(module, attribute, {kind: fake(kernel) for kind, kernel in x.items()})
     patch.setattr(binaries, "stored_binary", recorder.stored_binary)
-    patch.setattr(launcher, "_driver", [recorder])
+    patch.setattr(driver, "_driver", [recorder])
     patch.setattr(launcher, "_binaries", {})
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     for module in (launcher, passes):
