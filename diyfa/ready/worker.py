@@ -6,7 +6,6 @@ and preceded by its length in 4 bytes.
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import sys
@@ -34,7 +33,6 @@ def main() -> None:
     with tempfile.TemporaryFile() as log:  # compilers write to file descriptors 1 and 2 directly
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        gc.disable()  # its passes take 3 % of a compilation: one behind each kernel is enough
         while True:
             try:
                 kernel = receive(requests)
@@ -49,8 +47,6 @@ def main() -> None:
                 printed = os.read(log.fileno(), 2000).decode(errors="replace")
                 error = " ".join(f"{type(failure).__name__}: {failure} {printed}".split())[:2000]
             send(answers, (time.perf_counter() - start, error))
-            gc.collect()
-            gc.freeze()  # what outlives a compilation, modules above all, stays
 
 
 if __name__ == "__main__":

@@ -128,10 +128,6 @@ def test_the_driver_gets_the_same_from_all_three(made):
     assert len(made.launched[0]) == 2 and made.launched[0] == made.launched[1] == made.launched[2]
 
 
-def test_the_quick_compiler_makes_the_same_binaries(made):
-    assert made.differences == []
-
-
 def test_a_pack_has_the_compiled_binaries(made):
     known, cache = pack.Pack.open(made.file, ARCH), binaries.BinaryFolder(made.folder)
     assert len(known) == 2 and known.get("0" * 32) is None

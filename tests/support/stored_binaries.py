@@ -9,19 +9,15 @@ import json
 import os
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from compiled_launches import a_launch
 from simulators.cuda_driver import install
 
 from diyfa.backends.cuda.attention.merge import make_launch
 from diyfa.backends.cuda.runtime import binaries, jit, launcher, pack, passes
-from diyfa.backends.cuda.runtime.quick_compiler import REPLACEMENTS, quick_compiler
 from diyfa.problem import Launch
 
 ARCH = "sm_90"
@@ -31,44 +27,6 @@ def launches() -> list[Launch]:
     """Two of small kernels: one of diyfa's, and one of another's with a descriptor."""
     out, lse = torch.zeros(1, 2, 64, 32), torch.zeros(1, 2, 64)
     return [make_launch(out, lse, out.clone(), lse.clone()), a_launch(torch.zeros(64, 16, dtype=torch.float16))]
-
-
-@triton.jit
-def _added(x, y, FACTOR: tl.constexpr):
-    return x + FACTOR * y
-
-
-@triton.jit
-def loops_kernel(x_ptr, n, m, BLOCK: tl.constexpr):
-    """Loops in loops, whose variables change in some of them only."""
-    offs = tl.arange(0, BLOCK)
-    total, largest, i = tl.zeros([BLOCK], tl.float32), tl.full([BLOCK], float("-inf"), tl.float32), 0
-    while i < n:
-        first, step = i * m, 1
-        for j in range(m):
-            x = tl.load(x_ptr + (first + j) * BLOCK + offs)
-            if j % 2 == 0:
-                total = _added(total, x, 2)
-            for _ in range(i, n):
-                largest = tl.maximum(largest, x * total)
-                for k in tl.static_range(2):
-                    total = _added(total, largest, k)
-            step = j
-        i += step
-    tl.store(x_ptr + offs, total)
-    tl.store(x_ptr + BLOCK + offs, largest)
-
-
-def quick_differences(folder: Path, launches: list[Launch]) -> list[str]:
-    """Compile the launches twice and return the kernels of which `quick_compiler` makes other binaries."""
-    made: list[list[binaries.StoredBinary]] = []
-    parts = [(owner, name, getattr(owner, name)) for owner, name, _ in REPLACEMENTS]
-    for context in (nullcontext(), quick_compiler()):
-        with triton.knobs.cache.scope(), context:
-            triton.knobs.cache.dir = str(folder / str(len(made)))
-            made.append([jit.compile_binary(ARCH, each, launcher.launch_signature(each)) for each in launches])
-    assert all(getattr(owner, name) is part for owner, name, part in parts)  # Triton is as before
-    return [each.kernel.__name__ for each, plain, quick in zip(launches, *made, strict=True) if plain != quick]
 
 
 def make(folder: Path) -> dict[str, Any]:
@@ -107,10 +65,7 @@ def make(folder: Path) -> dict[str, Any]:
     launch_all()  # from the pack
     for key, binary in stored.items():
         assert binary is not None and cache.put(key, binary)
-    x = torch.zeros(64, 16)
-    nested = Launch(loops_kernel, 1, {"x_ptr": x, "n": 3, "m": 5}, {"BLOCK": 128}, {})
-    differences = quick_differences(folder, [*described, nested])
-    return {**report, "keys": keys, "many_keys": many_keys(), "cache": str(cache.path), "differences": differences}
+    return {**report, "keys": keys, "many_keys": many_keys(), "cache": str(cache.path)}
 
 
 def many_keys() -> dict[str, str]:

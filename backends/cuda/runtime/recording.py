@@ -45,12 +45,11 @@ class Recorded(NamedTuple):
         shared memory or the sources have changed.
         """
         from diyfa.backends.cuda.runtime.jit import compile_binary
-        from diyfa.backends.cuda.runtime.quick_compiler import quick_compiler
 
         launch = self.launch._replace(kernel=getattr(import_module(self.module), self.name))
         if binary_key(self.arch, launch, self.signature) != self.key:
             raise RuntimeError("the sources of diyfa have changed meanwhile")
-        with tempfile.TemporaryDirectory(prefix="diyfa-") as temporary, quick_compiler():
+        with tempfile.TemporaryDirectory(prefix="diyfa-") as temporary, knobs.cache.scope():
             knobs.cache.dir = temporary  # Triton's cache entry is many times as large as the binary
             binary = compile_binary(self.arch, launch, self.signature)
         spec, folder = gpu_spec(self.arch), cache_folder()
