@@ -47,8 +47,7 @@ def compile_for(arch: str, launch: Launch, signature: Signature) -> Any:
     """Return the compiled kernel, from Triton's own cache or its compiler."""
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     source = triton_source(launch.kernel, kernel_source(launch, signature))
-    # Checks of integer overflow would be dead code. Only launches by Triton set `debug`, which makes them work.
-    options = {**COMPILE_OPTIONS, "sanitize_overflow": False, **launch.options}
+    options = {**COMPILE_OPTIONS, **launch.options}
     with post_processing():
         compiled = triton.compile(source, target=target, options=options)
         if "ptx" not in compiled.asm:  # a process that stored only binaries has filled Triton's cache
