@@ -42,9 +42,13 @@ def _add_to_bias_gradient(call: Call, dbias: torch.Tensor, ds: torch.Tensor, m0:
 
 
 def _backward(
-    call: Call, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None,
+    call: Call,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
     gradients: AttentionGradients,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+) -> dict[str, torch.Tensor]:
     """Fill the gradients of one call, except those in `ADDED`. Return these unrounded."""
     problem, tensors, config = call.problem, call.tensors, attention_config(call.problem)
     dq_rows, dk_rows, dv_rows = (as_bhsd(x, problem.layout) for x in gradients[:3])
@@ -115,9 +119,14 @@ def _backward(
 
 @without_autocast
 def backward(
-    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor,
-    dlse: torch.Tensor | None, gradients: AttentionGradients,
-) -> None:  # fmt: skip
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    gradients: AttentionGradients,
+) -> None:
     """Fill the gradients of q, k and v, and the requested ones of optional tensors."""
     totals: dict[str, torch.Tensor] = {}
     if not problem.varlen:

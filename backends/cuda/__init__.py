@@ -127,30 +127,38 @@ def _forward_kernels() -> tuple[Kernel, ...]:
 
     return (
         Kernel(
-            name="split_kv", clears=True,
+            name="split_kv",
+            clears=True,
             summary="few queries of many keys; in batch_invariant() all calls, bitwise as from a cache",
-            **_forward(_later("attention.decode", "forward_pass")), unsupported=decode_configs.attention_unsupported,
+            **_forward(_later("attention.decode", "forward_pass")),
+            unsupported=decode_configs.attention_unsupported,
             config=lambda problem: decode_configs.decode_config(as_kvcache_problem(problem)),
             by_name_only=_hopper_runs_the_mode,
         ),
         Kernel(
-            name="sm90", clears=True,
+            name="sm90",
+            clears=True,
             summary="Hopper: a producer warp with TMA, consumer warpgroups that overlap softmax and products",
-            **_forward(_later("hopper.fwd_launch", "forward_pass")), unsupported=hopper_configs.unsupported,
+            **_forward(_later("hopper.fwd_launch", "forward_pass")),
+            unsupported=hopper_configs.unsupported,
             config=hopper_configs.select_config,
         ),
         Kernel(
-            name="v2", clears=True, summary="FlashAttention-2: query blocks outermost, block pointers or TMA",
-            **_forward(_later("attention.fwd", "forward_pass")), unsupported=_v2_refuses,
+            name="v2",
+            clears=True,
+            summary="FlashAttention-2: query blocks outermost, block pointers or TMA",
+            **_forward(_later("attention.fwd", "forward_pass")),
+            unsupported=_v2_refuses,
             config=lambda problem: configs.default_config("fwd", problem),
         ),
         Kernel(
-            name="v1", summary="FlashAttention: key/value blocks outermost, one program for each head",
+            name="v1",
+            summary="FlashAttention: key/value blocks outermost, one program for each head",
             **_forward(_later("attention.fwd_v1", "forward_pass")),
             unsupported=lambda problem: refuse_features(problem, V1_FEATURES, "v1") or _needs_tile(problem, "fwd"),
             config=_later("attention.fwd_v1", "config"),
         ),
-    )  # fmt: skip
+    )
 
 
 def _backward_kernels() -> tuple[Kernel, ...]:
@@ -160,24 +168,32 @@ def _backward_kernels() -> tuple[Kernel, ...]:
 
     return (
         Kernel(
-            name="sm90", clears=True,
+            name="sm90",
+            clears=True,
             summary="Hopper: dQ, dK and dV in one loop; a producer warp with TMA, dQ added up in fp32; a dout that TMA "
             "cannot read is copied first",
-            **_backward(_later("hopper.bwd_launch", "backward_pass")), unsupported=hopper_bwd_configs.unsupported,
-            config=hopper_bwd_configs.select_config, by_name_only=hopper_bwd_configs.by_name_only,
+            **_backward(_later("hopper.bwd_launch", "backward_pass")),
+            unsupported=hopper_bwd_configs.unsupported,
+            config=hopper_bwd_configs.select_config,
+            by_name_only=hopper_bwd_configs.by_name_only,
         ),
         Kernel(
-            name="short", clears=True,
+            name="short",
+            clears=True,
             summary="sequences that one tile holds: delta, dQ, dK and dV in one launch; no atomics",
-            **_backward(_later("attention.bwd", "backward_pass", kinds=configs.SHORT)), unsupported=_short_refuses,
+            **_backward(_later("attention.bwd", "backward_pass", kinds=configs.SHORT)),
+            unsupported=_short_refuses,
             config=lambda problem: configs.default_config("short", problem),
         ),
         Kernel(
-            name="split", clears=True, summary="preprocess, dK/dV by key blocks, dQ by query blocks; no atomics",
-            **_backward(_later("attention.bwd", "backward_pass")), unsupported=_split_refuses,
+            name="split",
+            clears=True,
+            summary="preprocess, dK/dV by key blocks, dQ by query blocks; no atomics",
+            **_backward(_later("attention.bwd", "backward_pass")),
+            unsupported=_split_refuses,
             config=lambda problem: configs.default_config("dkdv", problem),
         ),
-    )  # fmt: skip
+    )
 
 
 def _cache_kernels() -> tuple[Kernel, ...]:
@@ -187,31 +203,38 @@ def _cache_kernels() -> tuple[Kernel, ...]:
 
     return (
         Kernel(
-            name="sm90", clears=True,
+            name="sm90",
+            clears=True,
             summary="Hopper, a latent cache: its keys in shared memory once, both products by wgmma in two warpgroups",
-            **_over_cache(_later("hopper.decode_mla", "cache_pass")), unsupported=decode_mla_configs.unsupported,
+            **_over_cache(_later("hopper.decode_mla", "cache_pass")),
+            unsupported=decode_mla_configs.unsupported,
             config=lambda problem: decode_mla_configs.CONFIG,
         ),
         Kernel(
-            name="sm90_prefill", clears=True,
+            name="sm90_prefill",
+            clears=True,
             summary="Hopper, many queries: the forward pass, with keys that lie in pages or rows of a cache",
-            **_over_cache(_later("hopper.prefill", "cache_pass")), unsupported=prefill_configs.unsupported,
+            **_over_cache(_later("hopper.prefill", "cache_pass")),
+            unsupported=prefill_configs.unsupported,
             config=prefill_configs.select_config,
         ),
         Kernel(
-            name="split_kv", clears=True,
+            name="split_kv",
+            clears=True,
             summary="flash-decoding: programs take equal parts of all keys of all sequences; a second launch combines",
-            **_over_cache(_later("attention.decode", "cache_pass")), unsupported=decode_configs.unsupported,
+            **_over_cache(_later("attention.decode", "cache_pass")),
+            unsupported=decode_configs.unsupported,
             config=decode_configs.decode_config,
         ),
         Kernel(
-            name="append", op="kvcache_append",
+            name="append",
+            op="kvcache_append",
             summary="new keys and values, and the queries, rotated on the way, in one launch",
             launch=launching(_later("attention.append", "append_pass")),
             unsupported=_later("attention.append", "unsupported"),
             repeat=repeating_append(_later("attention.append", "append_pass")),
         ),
-    )  # fmt: skip
+    )
 
 
 def _matmul_kernels() -> tuple[Kernel, ...]:
@@ -221,25 +244,33 @@ def _matmul_kernels() -> tuple[Kernel, ...]:
 
     return (
         Kernel(
-            name="sm90", op="matmul",
+            name="sm90",
+            op="matmul",
             summary="Hopper: a producer warp with TMA, consumer warpgroups with wgmma, persistent",
-            launch=_later("hopper.matmul", "matmul"), repeat=_later("hopper.matmul", "repeat"),
-            unsupported=hopper_matmul_configs.unsupported, config=hopper_matmul_configs.select_config,
+            launch=_later("hopper.matmul", "matmul"),
+            repeat=_later("hopper.matmul", "repeat"),
+            unsupported=hopper_matmul_configs.unsupported,
+            config=hopper_matmul_configs.select_config,
         ),
         Kernel(
-            name="tma", op="matmul", summary="Triton, tiles read through host-side tensor descriptors (TMA)",
-            launch=_later("matmul.kernel", "matmul_tma"), repeat=_later("matmul.kernel", "repeat_tma"),
+            name="tma",
+            op="matmul",
+            summary="Triton, tiles read through host-side tensor descriptors (TMA)",
+            launch=_later("matmul.kernel", "matmul_tma"),
+            repeat=_later("matmul.kernel", "repeat_tma"),
             unsupported=matmul_configs.unsupported_tma,
             config=lambda problem: matmul_configs.default_config(problem, "tma"),
         ),
         Kernel(
-            name="pointers", op="matmul",
+            name="pointers",
+            op="matmul",
             summary="Triton, tiles read through masked pointers: any strides, dtypes and architecture",
-            launch=_later("matmul.kernel", "matmul_pointers"), repeat=_later("matmul.kernel", "repeat_pointers"),
+            launch=_later("matmul.kernel", "matmul_pointers"),
+            repeat=_later("matmul.kernel", "repeat_pointers"),
             unsupported=matmul_configs.unsupported_pointers,
             config=lambda problem: matmul_configs.default_config(problem, "pointers"),
         ),
-    )  # fmt: skip
+    )
 
 
 @cache

@@ -146,41 +146,61 @@ class NPUBackend:
     device_type = "npu"
     kernels = (
         Kernel(
-            "v2", "attention_fwd", "FlashAttention-2: query tiles over one loop of keys, persistent on the cube cores",
-            _launcher("attention.fwd", "attention_fwd"), _fwd_unsupported, configs.fwd_tile,
+            "v2",
+            "attention_fwd",
+            "FlashAttention-2: query tiles over one loop of keys, persistent on the cube cores",
+            _launcher("attention.fwd", "attention_fwd"),
+            _fwd_unsupported,
+            configs.fwd_tile,
         ),
         Kernel(
-            "v1", "attention_fwd",
+            "v1",
+            "attention_fwd",
             "FlashAttention: key/value blocks outermost, the running output in memory, whole heads for each cube core",
             _launcher("attention.fwd_v1", "attention_fwd"),
-            lambda problem: _fwd_unsupported(problem) or configs_v1.v1_unsupported(problem), configs_v1.v1_tile,
+            lambda problem: _fwd_unsupported(problem) or configs_v1.v1_unsupported(problem),
+            configs_v1.v1_tile,
         ),
         Kernel(
-            "split_kv", "attention_fwd",
+            "split_kv",
+            "attention_fwd",
             "the cache's kernel with all keys in one split: rows bitwise the same whatever the batch",
-            _launcher("attention.decode", "attention_fwd"), _split_kv_unsupported,
+            _launcher("attention.decode", "attention_fwd"),
+            _split_kv_unsupported,
             lambda problem: configs.untuned_tile(as_kvcache_problem(problem), "decode"),
         ),
         Kernel(
-            "v2", "attention_bwd",
+            "v2",
+            "attention_bwd",
             "separate dk/dv and dq kernels, deterministic; atomics for gradients of score_tensors alone",
-            _launcher("attention.bwd", "attention_bwd"), _bwd_unsupported, configs.bwd_tiles,
+            _launcher("attention.bwd", "attention_bwd"),
+            _bwd_unsupported,
+            configs.bwd_tiles,
         ),
         Kernel(
-            "split_kv", "kvcache_fwd",
+            "split_kv",
+            "kvcache_fwd",
             "the keys of a sequence in splits, persistent on the cube cores, and a kernel that combines them",
-            _launcher("attention.decode", "kvcache_fwd"), _kvcache_unsupported,
+            _launcher("attention.decode", "kvcache_fwd"),
+            _kvcache_unsupported,
             lambda problem: configs.untuned_tile(problem, "decode"),
         ),
         Kernel(
-            "append", "kvcache_append", "one token at a time on the vector cores, rotated on the way",
-            _launcher("attention.append", "kvcache_append"), _append_unsupported,
+            "append",
+            "kvcache_append",
+            "one token at a time on the vector cores, rotated on the way",
+            _launcher("attention.append", "kvcache_append"),
+            _append_unsupported,
         ),
         Kernel(
-            "persistent", "matmul", "persistent programs over output tiles in grouped order",
-            _launcher("matmul", "matmul"), _matmul_unsupported, configs.matmul_tile,
+            "persistent",
+            "matmul",
+            "persistent programs over output tiles in grouped order",
+            _launcher("matmul", "matmul"),
+            _matmul_unsupported,
+            configs.matmul_tile,
         ),
-    )  # fmt: skip
+    )
 
     @property
     def tuning(self) -> Tuning:

@@ -60,7 +60,7 @@ def _sharded_axes(name: str, x: DTensor, layout: str, allowed: Sequence[str]) ->
 
 
 def _common_axes(owners: dict[str, Any], layout: str, allowed: Sequence[str]) -> list[str]:
-    """Check that `owners` are DTensors that are placed alike, and that the shards of heads are even. Return the axes.
+    """Check that `owners` are DTensors with equal placements, and that the shards of heads are even. Return the axes.
 
     Raises:
         TypeError, ValueError: some are no DTensors, or sharded otherwise.
@@ -76,7 +76,7 @@ def _common_axes(owners: dict[str, Any], layout: str, allowed: Sequence[str]) ->
     for name, x in owners.items():
         if x.device_mesh != q.device_mesh or _sharded_axes(name, x, layout, allowed) != axes:
             placed = f"{first} {q.placements} and {name} {x.placements}"
-            raise ValueError(f"{names} must be placed alike on one mesh, got {placed}")
+            raise ValueError(f"{names} must have equal placements on one mesh, got {placed}")
     shards = math.prod([q.device_mesh.size(n) for n, axis in enumerate(axes) if axis == HEADS])
     for name, x in owners.items():
         heads = x.shape[_dims(x, layout)[HEADS]]

@@ -90,8 +90,8 @@ def test_helpers(workers):
 def test_dtensors(workers):
     for method in ("ring", "ulysses", "both"):
         assert workers.run(cp.run_dtensors, method) == [[True] * 5] * RANKS, method
-    for dropout_p in (0.0, 0.3):
-        assert workers.run(cp.run_dtensors_with_heads, dropout_p) == [[]] * RANKS, dropout_p
+    for shards_heads, dropout_p in ((True, 0.0), (True, 0.3), (False, 0.0)):
+        assert workers.run(cp.run_dtensors_with_heads, shards_heads, dropout_p) == [[]] * RANKS
 
 
 def test_uneven_dtensors(workers):
@@ -102,7 +102,7 @@ def test_misplaced_dtensors_are_refused(workers):
     placed = "ValueError: q must be sharded along its sequence"
     other_axis = "ValueError: q must be replicated or Shard(0) (batch), Shard(1) (heads), Shard(2) (sequence), got"
     told = [
-        "ValueError: q, k, v must be placed alike", placed, other_axis, other_axis,
+        "ValueError: q, k, v must have equal placements", placed, other_axis, other_axis,
         "TypeError: q, k, v must all be DTensors", "ValueError: group must be None or the dimensions of q's mesh",
         "ValueError: group must be a DeviceMesh of one or two",
         "ValueError: the 3 heads of k must be a multiple of 2 shards", "ValueError: the 3 heads of q must be",

@@ -584,13 +584,14 @@ def run_uneven_dtensors() -> list[str]:
     return _beside_one_device(inputs, {name: [Shard(2), Shard(0)] for name in inputs})
 
 
-def run_dtensors_with_heads(dropout_p: float = 0.0) -> list[str]:
-    """A mesh of (sequence, heads): tensor parallelism beside context parallelism; sinks sharded by heads."""
+def run_dtensors_with_heads(shards_heads: bool, dropout_p: float = 0.0) -> list[str]:
+    """A mesh of (sequence, heads): tensor parallelism beside context parallelism. Or its second dimension replicates."""
     from torch.distributed.tensor import Replicate, Shard
 
-    inputs = {name: x.detach() for name, x in zip("qkv", _small(1), strict=False)}
-    placements: dict[str, Any] = {name: [Shard(2), Shard(1)] for name in inputs} | {"sinks": [Replicate(), Shard(0)]}
-    return _beside_one_device(inputs | {"sinks": torch.linspace(-1, 1, 8)}, placements, dropout_p=dropout_p)
+    inputs = {name: x.detach() for name, x in zip("qkv", _small(1), strict=False)} | {"sinks": torch.linspace(-1, 1, 8)}
+    placements: dict[str, Any] = {name: [Shard(2), Shard(1) if shards_heads else Replicate()] for name in "qkv"}
+    placements["sinks"] = [Replicate(), Shard(0) if shards_heads else Replicate()]
+    return _beside_one_device(inputs, placements, dropout_p=dropout_p)
 
 
 class _Block(torch.nn.Module):

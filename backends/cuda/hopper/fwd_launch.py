@@ -136,9 +136,14 @@ def transposed_pass(
 
 
 def make_launch(
-    problem: AttentionProblem, tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor, config: Sm90Config,
-    totals: torch.Tensor | None = None, keys: dict[str, Any] | None = None,
-) -> Launch:  # fmt: skip
+    problem: AttentionProblem,
+    tensors: AttentionTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    config: Sm90Config,
+    totals: torch.Tensor | None = None,
+    keys: dict[str, Any] | None = None,
+) -> Launch:
     """Return the launch that fills out and lse.
 
     `totals`: `totals_memory`. `keys`: arguments that replace `key_arguments` of `tensors`: those of a cache, or of a

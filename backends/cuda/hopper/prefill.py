@@ -24,9 +24,13 @@ def _keys_layout(problem: KVCacheProblem) -> str:
 
 
 def make_launch(
-    problem: KVCacheProblem, tensors: KVCacheTensors, out: torch.Tensor, lse: torch.Tensor, config: Sm90Config,
+    problem: KVCacheProblem,
+    tensors: KVCacheTensors,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    config: Sm90Config,
     totals: torch.Tensor | None = None,
-) -> Launch:  # fmt: skip
+) -> Launch:
     """Return the launch that fills out and lse: that of `fwd_launch.py`, with arguments and constants of a cache.
 
     `totals`: `fwd_launch.totals_memory`.

@@ -104,9 +104,14 @@ def call_values(problem: AttentionProblem, tensors: AttentionTensors, step: str)
 
 
 def attention_launch(
-    kernel: Any, constants: type[Constants], step: str, problem: AttentionProblem, values: dict[str, Any],
-    tile: AttentionTile, tasks: int,
-) -> Launch:  # fmt: skip
+    kernel: Any,
+    constants: type[Constants],
+    step: str,
+    problem: AttentionProblem,
+    values: dict[str, Any],
+    tile: AttentionTile,
+    tasks: int,
+) -> Launch:
     """Return the launch of a kernel with matrix products. `step`: its name in the tile table. `tasks`: its tasks."""
     values = values | {
         "BLOCK_M": tile.block_m,

@@ -167,16 +167,37 @@ def _bucket(problem: Problem, kernel: str) -> tuple[Any, ...]:
 
     if isinstance(problem, KVCacheProblem):
         return (
-            problem.dtype, problem.layout, bucket_size(min(problem.batch * problem.heads_kv, MAX_TASKS)),
-            bucket_size(problem.heads_q // problem.heads_kv), bucket_size(min(problem.seqlen_q, MIN_LENGTH)),
-            length(problem.capacity), problem.head_dim, problem.head_dim_v, problem.page_size, problem.packed_keys,
-            problem.window_left >= 0, problem.window_right >= 0, problem.softcap != 0.0, problem.alibi, problem.sinks,
+            problem.dtype,
+            problem.layout,
+            bucket_size(min(problem.batch * problem.heads_kv, MAX_TASKS)),
+            bucket_size(problem.heads_q // problem.heads_kv),
+            bucket_size(min(problem.seqlen_q, MIN_LENGTH)),
+            length(problem.capacity),
+            problem.head_dim,
+            problem.head_dim_v,
+            problem.page_size,
+            problem.packed_keys,
+            problem.window_left >= 0,
+            problem.window_right >= 0,
+            problem.softcap != 0.0,
+            problem.alibi,
+            problem.sinks,
             problem.num_splits,
-        )  # fmt: skip
+        )
     tasks = problem.batch * problem.heads_q * -(-problem.seqlen_q // 128)
     return (
-        problem.dtype, problem.layout, bucket_size(min(tasks, MAX_TASKS)),
-        bucket_size(problem.heads_q // problem.heads_kv), length(problem.seqlen_q), length(problem.seqlen_k),
-        problem.head_dim, problem.head_dim_v, attention_key(problem, kernel).mode, tuple(sorted(problem.features)),
-        bucket_size(problem.window_left + 1), problem.bias, problem.mask, problem.score_fn,
-    )  # fmt: skip
+        problem.dtype,
+        problem.layout,
+        bucket_size(min(tasks, MAX_TASKS)),
+        bucket_size(problem.heads_q // problem.heads_kv),
+        length(problem.seqlen_q),
+        length(problem.seqlen_k),
+        problem.head_dim,
+        problem.head_dim_v,
+        attention_key(problem, kernel).mode,
+        tuple(sorted(problem.features)),
+        bucket_size(problem.window_left + 1),
+        problem.bias,
+        problem.mask,
+        problem.score_fn,
+    )
