@@ -317,7 +317,7 @@ def beside_the_last_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> No
 FALLBACKS: dict[str, tuple[Hostile, dict[str, float], int]] = {  # and how many tiles the fallback computes again
     "normal": (Hostile(nats=1.0, seqlen=512), {}, 0),
     "12 nats": (Hostile(nats=12.0, seqlen=512), {}, 0),
-    "a sink among the keys": (Hostile(added_to_first_key(30), nats=1.0, seqlen=512), {}, 0),
+    "a sink among the keys": (Hostile(added_to_first_key(200), nats=1.0, seqlen=512), {}, 0),
     "a sink far above": (Hostile(nats=1.0, seqlen=512), {"sinks": 1000.0}, 0),
     "a slope whose scores rise by 512 nats": (Hostile(nats=1.0, seqlen=512), {"alibi_slopes": 2.0}, 0),
     "a peak in the block beside the last key": (Hostile(beside_the_last_key, seqlen=513), {}, 0),
