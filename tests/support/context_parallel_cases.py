@@ -585,7 +585,7 @@ def run_uneven_dtensors() -> list[str]:
 
 
 def run_dtensors_with_heads(shards_heads: bool, dropout_p: float = 0.0) -> list[str]:
-    """A mesh of (sequence, heads): tensor parallelism beside context parallelism. Or its second dimension replicates."""
+    """On a mesh of two dimensions: the first shards the sequence, the second shards the heads or replicates them."""
     from torch.distributed.tensor import Replicate, Shard
 
     inputs = {name: x.detach() for name, x in zip("qkv", _small(1), strict=False)} | {"sinks": torch.linspace(-1, 1, 8)}

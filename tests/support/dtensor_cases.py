@@ -38,8 +38,11 @@ def compare_with_full(
     sharded_call: Callable[..., Any] | None = None,
     partial: Sequence[str] = (),
 ) -> list[str]:
-    """`call` of whole tensors, and `sharded_call` or the same of DTensors: names of results and gradients that differ,
-    or are placed otherwise. `partial`: names of replicated inputs whose gradients are partial sums where q is sharded."""
+    """Compares a call of full tensors with the call of DTensors; returns names of results and gradients that differ.
+
+    A gradient with other placements than expected differs, too. `sharded_call` replaces `call` for the DTensors.
+    `partial` names replicated inputs whose gradients are partial sums where q is sharded.
+    """
     grid = mesh()
     names = [name for name, x in inputs.items() if x.is_floating_point() and name != "alibi_slopes"]
     runs = []
