@@ -298,6 +298,8 @@ class Kernel:
             raise RuntimeError("no such instruction")
         if self.name == "crashes":
             os._exit(9)
+        if self.name == "fails with its process":
+            raise RuntimeError(f"{os.getpid()}")
 
 
 def test_a_failing_or_crashing_compilation_does_not_stop_the_others(monkeypatch):
@@ -309,6 +311,18 @@ def test_a_failing_or_crashing_compilation_does_not_stop_the_others(monkeypatch)
     assert [*errors] == ["a", "fails", "crashes", "b"] and errors["a"] == errors["b"] == ""
     assert errors["fails"] == "RuntimeError: no such instruction printed by a compiler"
     assert errors["crashes"] == "the process that compiles it ended with 9"
+
+
+def test_a_process_compiles_a_limited_number_of_kernels(monkeypatch):
+    """It frees no memory."""
+    monkeypatch.setattr(Kernel, "__module__", "test_ready")
+    monkeypatch.syspath_prepend(ROOT / "tests" / "cuda")
+    monkeypatch.setattr(building, "PER_PROCESS", 2)
+    done: list[Built] = []
+    build([Kernel("fails with its process") for _ in range(5)], 1, done.append)
+    errors = [built.error.partition(" ")[2] for built in done]
+    assert all(error.isdigit() for error in errors)
+    assert errors[0] == errors[1] != errors[2] == errors[3] != errors[4] != errors[0]
 
 
 def test_after_an_interrupt_no_kernel_is_compiled(monkeypatch, tmp_path):
