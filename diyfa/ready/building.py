@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from itertools import count
 from typing import NamedTuple
 
 from diyfa.ready.recording import Recorded
@@ -31,23 +30,23 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def build(
-    kernels: Iterable[Recorded], jobs: int, done: Callable[[Built], None], one_before_others: bool = False
-) -> None:
-    """Compile all kernels in at most `jobs` processes. `done` is called for each one, in this thread.
-
-    `one_before_others`: kernels are compiled one at a time until one has succeeded.
+class _Compiler:
+    """A process that compiles one kernel after another. Another one replaces it after a crash and after PER_PROCESS.
 
     The processes are new programs. A fork would copy a process that may have threads and a device, and
     `multiprocessing` would run the user's script once more.
     """
-    waiting: queue.SimpleQueue[Recorded] = queue.SimpleQueue()
-    for kernel in kernels:
-        waiting.put(kernel)
-    finished: queue.SimpleQueue[Built | BaseException | None] = queue.SimpleQueue()
-    processes: list[subprocess.Popen[bytes]] = []
 
-    def compile_with(process: subprocess.Popen[bytes], kernel: Recorded) -> Built:
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._compiled = 0  # kernels of this process
+        self._is_closed = False
+        self._lock = threading.Lock()  # no process is started after `close`
+
+    def compile(self, kernel: Recorded) -> Built:
+        """Compile the kernel. Raises RuntimeError if the compiler is closed."""
+        process = self._started()
+        self._compiled += 1
         assert process.stdin is not None and process.stdout is not None
         try:
             send(process.stdin, kernel)
@@ -55,67 +54,72 @@ def build(
         except (EOFError, OSError):
             return Built(kernel.name, 0.0, f"the process that compiles it ended with {process.wait()}")
 
-    lock, is_over = threading.Lock(), False  # the lock guards `processes` and `is_over`
-    one_at_a_time, has_succeeded = threading.Lock(), not one_before_others
+    def _started(self) -> subprocess.Popen[bytes]:
+        """Return the process, or a new one if it has crashed or compiled enough."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the compiler is closed")
+            if self._process is None or self._compiled == PER_PROCESS or self._process.poll() is not None:
+                self._kill()
+                self._process, self._compiled = _start(), 0
+            return self._process
 
-    def compile_first(process: subprocess.Popen[bytes], kernel: Recorded) -> Built:
-        """Compile the kernel: until one has succeeded, while no other thread compiles."""
-        nonlocal has_succeeded
-        if not has_succeeded:
-            with one_at_a_time:
-                if not has_succeeded:
-                    built = compile_with(process, kernel)
-                    has_succeeded = not built.error
-                    return built
-        return compile_with(process, kernel)
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
-    def work() -> None:
-        """Compile waiting kernels in processes of this thread's own, one after another, until none is left."""
-        process: subprocess.Popen[bytes] | None = None
+    def close(self) -> None:
+        """Kill the process, whatever it compiles."""
+        with self._lock:
+            self._is_closed = True
+            self._kill()
+
+
+def build(
+    kernels: Iterable[Recorded], jobs: int, done: Callable[[Built], None], one_before_others: bool = False
+) -> None:
+    """Compile all kernels in at most `jobs` processes. `done` is called for each one, in this thread.
+
+    `one_before_others`: kernels are compiled one at a time until one has succeeded.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    waiting: queue.SimpleQueue[Recorded] = queue.SimpleQueue()
+    for kernel in kernels:
+        waiting.put(kernel)
+    finished: queue.SimpleQueue[Built | BaseException] = queue.SimpleQueue()
+    compilers = [_Compiler() for _ in range(min(jobs, waiting.qsize()))]
+
+    def compile_waiting(compiler: _Compiler) -> None:
         try:
-            for number in count():
-                try:
-                    kernel = waiting.get_nowait()
-                except queue.Empty:
-                    break
-                if process is not None and number % PER_PROCESS == 0:
-                    process.kill()
-                    process.wait()
-                if process is None or process.poll() is not None:  # not started yet, killed or crashed
-                    with lock:
-                        if is_over:  # `build` has killed it and waits for no more results
-                            return
-                        process = _start()
-                        processes.append(process)
-                finished.put(compile_first(process, kernel))
-            finished.put(None)
+            while True:
+                finished.put(compiler.compile(waiting.get_nowait()))
+        except queue.Empty:
+            pass
         except BaseException as error:  # `build` raises it
             finished.put(error)
 
-    if jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got {jobs}")
-    n_workers = min(jobs, waiting.qsize())
-    for _ in range(n_workers):
-        threading.Thread(target=work, daemon=True).start()
     try:
-        while n_workers:
-            built = finished.get()
-            if isinstance(built, BaseException):
-                raise built
-            if built is None:
-                n_workers -= 1
-            else:
-                done(built)
+        while one_before_others and waiting.qsize():
+            built = compilers[0].compile(waiting.get_nowait())
+            done(built)
+            one_before_others = bool(built.error)
+        left = waiting.qsize()
+        for compiler in compilers:
+            threading.Thread(target=compile_waiting, args=(compiler,), daemon=True).start()
+        for _ in range(left):
+            result = finished.get()
+            if isinstance(result, BaseException):
+                raise result
+            done(result)
     finally:
-        with lock:
-            is_over = True
-        for process in processes:
-            process.kill()
-            process.wait()
+        for compiler in compilers:
+            compiler.close()
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """Start a worker process that finds the same modules."""
+    """Start a process that finds the same modules."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "OMP_NUM_THREADS": "1"
     }  # fmt: skip
