@@ -80,7 +80,7 @@ def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def distinct_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return `x`, or a copy if its row stride is 0 (an expanded gradient). The compiler divides by that stride."""
+    """Return `x`, or a copy if its row stride is 0 (expanded keys). The compiler divides by that stride."""
     return x.contiguous() if bhsd_strides(x, layout)[2] == 0 else x
 
 
