@@ -311,6 +311,7 @@ def _backward(
         if buffer is not None:
             validation.check_tensors(**{name: buffer})
             validation.check_last_stride(**{name: buffer})
+            validation.check_not_expanded(**{name: buffer})
             expected.append((name, buffer, tuple(template.shape), q.dtype))
     for name, x, shape, dtype in expected:
         validation.check_same_device(q, **{name: x})
