@@ -204,7 +204,7 @@ def call_key(tensors: tuple[Any, ...], scalars: Hashable) -> tuple[Hashable | No
     if not is_unseen():
         return None, addresses
     wants_grad = torch.is_grad_enabled()
-    key: list[Hashable] = [scalars, wants_grad, is_deterministic()]
+    key: list[Hashable] = [scalars, is_deterministic()]
     try:
         for x in tensors:
             if x is None:

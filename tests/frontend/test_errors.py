@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
 
@@ -274,6 +275,11 @@ def test_overlap_is_checked_at_every_call() -> None:
         within = memory.view(-1)[begin : begin + 1024].view(32, 32)  # begins or ends inside an input
         with pytest.raises(ValueError, match=f"out must not share memory with {name}"):
             diyfa.triton_matmul(memory[a], memory[b], out=within, backend="cpu")
+    memory, narrow = torch.zeros(8192, dtype=torch.float16), torch.zeros(32, 16, dtype=torch.float16)
+    for begin, error in ((4096, None), (4096, None), (3072, "a"), (6144, None)):  # a is larger than out
+        a, out = memory[:4096].view(128, 32), memory[begin : begin + 2048].view(128, 16)
+        with pytest.raises(ValueError, match="share memory with a") if error else nullcontext():
+            diyfa.triton_matmul(a, narrow, out=out, backend="cpu")
     described = torch.empty(32, 32, dtype=torch.float16, device="meta")
     assert diyfa.triton_matmul(described, described, out=torch.empty_like(described), backend="cpu").is_meta
     columns = torch.zeros(32, 96, dtype=torch.float16)
