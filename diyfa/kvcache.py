@@ -350,10 +350,11 @@ def _autocast(call: _Call) -> _Call | None:
     return call._replace(q=cast[0], optional=(*optional[:_N_FIELDS], *cast[1:], *optional[_N_FIELDS + 2 :]))
 
 
-def _number_as_tensor(x: Descale, q: torch.Tensor) -> torch.Tensor | None:
+def _number_as_tensor(name: str, x: Descale, q: torch.Tensor) -> torch.Tensor | None:
     """Return a descale that is a number as a tensor of one element. Anything else is returned, and checked later."""
     if isinstance(x, (int, float)) and not isinstance(x, bool) and isinstance(q, torch.Tensor):
-        return q.new_full((1, 1), x, dtype=torch.float32)
+        validation.check_scalars(x, 0.0, 0.0, scale_name=name)
+        return q.new_full((1, 1), float(x), dtype=torch.float32)
     return x  # type: ignore[return-value]
 
 
@@ -527,7 +528,8 @@ def flash_attn_with_kvcache(
         is_int = type(cache_seqlens) is int  # a negative one is refused later, as one that does not fit
         length = cache_seqlens if is_int else validation.check_length("cache_seqlens", cache_seqlens)
     if k_descale is not None or v_descale is not None:
-        k_descale, v_descale = _number_as_tensor(k_descale, q), _number_as_tensor(v_descale, q)
+        k_descale = _number_as_tensor("k_descale", k_descale, q)
+        v_descale = _number_as_tensor("v_descale", v_descale, q)
     optional = (
         seqlens, None, None, block_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks, k_descale, v_descale, k,
         v, rotary_cos, rotary_sin, out,
@@ -546,8 +548,11 @@ def flash_attn_with_kvcache(
 
 def _packed_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> _Call:
     """Return the call of `attend_packed`. Over pages, growing lengths make few different calls."""
-    if arguments["dropout_p"]:
-        raise ValueError("dropout_p belongs to training; block_table, seqused_k and out to inference")
+    dropout_p = arguments["dropout_p"]
+    if type(dropout_p) is not float or dropout_p:
+        validation.check_scalars(None, 0.0, dropout_p)
+        if dropout_p:
+            raise ValueError("dropout_p belongs to training; block_table, seqused_k and out to inference")
     (left, right), longest = arguments["window"], arguments["max_seqlen_k"]
     return _Call(
         q, k, v, tuple(map(arguments.get, _PACKED_OPTIONAL)), arguments["sm_scale"], arguments["scale_name"], True,

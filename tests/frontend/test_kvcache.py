@@ -109,6 +109,10 @@ OF_CACHES: dict[str, Refusal] = {
     "splits_flag": ({"num_splits": True}, TypeError, "num_splits must be an integer, got True"),
     "descale_flag": ({"k_cache": FLOAT8, "v_cache": FLOAT8.clone(), "k_descale": True}, TypeError,
                      "k_descale must be a torch.Tensor, got bool"),
+    "descale_nan": ({"k_cache": FLOAT8, "v_cache": FLOAT8.clone(), "k_descale": float("nan")}, ValueError,
+                    "k_descale must be finite in float32, got nan"),
+    "descale_huge": ({"k_cache": FLOAT8, "v_cache": FLOAT8.clone(), "v_descale": 10**400}, ValueError,
+                     "v_descale must be finite in float32, got 1000"),
     "length_negative": ({"cache_seqlens": -1}, ValueError, "cache_seqlens must be from 0 to .* got -1"),
     "length_beyond": ({"cache_seqlens": 38}, ValueError, "the cache holds, 40; got 38 and 3 new keys"),
     "lengths_beyond": ({"cache_seqlens": torch.tensor([38, 0]).int()}, ValueError, "got 0 to 38 and 3 new keys"),
@@ -136,6 +140,10 @@ OF_CACHES: dict[str, Refusal] = {
                     "for each of the 40 keys that there can be, and 2 for queries beyond them, got 40"),
 }  # fmt: skip
 TABLE = torch.arange(10, dtype=torch.int32).view(B, 5)
+NEW_KEYS = {  # the window hides those in the first page
+    "q": torch.ones(B, 1, H, D), "k": torch.ones(B, 9, HK, D), "v": torch.ones(B, 9, HK, D), "cache_seqlens": 5,
+    "window_size": (0, 0),
+}  # fmt: skip
 # int32 does not hold the first key that such a window shows.
 MANY_QUERIES = {"q": torch.ones(B, 40, H, D), "k": None, "v": None, "cache_seqlens": 1, "window_size": (2**31 - 1, -1)}
 OF_PAGES: dict[str, Refusal] = {
@@ -144,6 +152,7 @@ OF_PAGES: dict[str, Refusal] = {
     "table_beyond": ({"block_table": TABLE + 3}, ValueError, "pages from 0 to 11 .* got 12 in column 4 of row 1"),
     "table_negative": ({"block_table": TABLE - 1}, ValueError, "got -1 in column 0 of row 0"),
     "table_negative_window": ({"block_table": TABLE - 1, "window_size": (2**40, 0)}, ValueError, "got -1 in column 0"),
+    "table_negative_new_keys": ({"block_table": TABLE - 1, **NEW_KEYS}, ValueError, "got -1 in column 0"),
     "table_negative_few_keys": ({"block_table": TABLE - 1, **MANY_QUERIES}, ValueError, "got -1 in column 0"),
     "table_and_index": ({"cache_batch_idx": INT}, ValueError, "pages are chosen by block_table"),
     "beyond_the_table": ({"cache_seqlens": 39}, ValueError, "to what block_table holds, 40; got 39"),
@@ -151,6 +160,8 @@ OF_PAGES: dict[str, Refusal] = {
 OF_PACKED: dict[str, Refusal] = {
     "rank": ({"k": torch.ones(9, HK, D)}, ValueError, r"k \(pages, page size, heads, head_dim\)"),
     "dropout": ({"dropout_p": 0.1}, ValueError, "dropout_p belongs to training"),
+    "dropout_kind": ({"dropout_p": INT}, TypeError, "dropout_p must be a number, got Tensor"),
+    "dropout_none": ({"dropout_p": None}, TypeError, "dropout_p must be a number, got NoneType"),
     "no_lengths": ({"seqused_k": None}, ValueError, "cu_seqlens_k may be None only where"),
     "no_table": ({"block_table": None, "k": torch.ones(9, HK, D), "v": torch.ones(9, HK, D)}, ValueError,
                  "cu_seqlens_k may be None only where"),
