@@ -157,6 +157,7 @@ OF_PAGES: dict[str, Refusal] = {
     "table_and_index": ({"cache_batch_idx": INT}, ValueError, "pages are chosen by block_table"),
     "beyond_the_table": ({"cache_seqlens": 39}, ValueError, "to what block_table holds, 40; got 39"),
 }
+KEYS = {"k": torch.ones(9, HK, D), "v": torch.ones(9, HK, D), "cu_seqlens_k": torch.tensor([0, 4, 9]).int()}
 OF_PACKED: dict[str, Refusal] = {
     "rank": ({"k": torch.ones(9, HK, D)}, ValueError, r"k \(pages, page size, heads, head_dim\)"),
     "dropout": ({"dropout_p": 0.1}, ValueError, "dropout_p belongs to training"),
@@ -166,6 +167,10 @@ OF_PACKED: dict[str, Refusal] = {
     "no_table": ({"block_table": None, "k": torch.ones(9, HK, D), "v": torch.ones(9, HK, D)}, ValueError,
                  "cu_seqlens_k may be None only where"),
     "seqused_shape": ({"seqused_k": INT[:1]}, ValueError, r"seqused_k must have shape \(2,\)"),
+    "seqused_beyond": (
+        {"block_table": None, **KEYS, "seqused_k": 5 * INT},
+        ValueError, r"seqused_k must be at most the rows of each sequence, \[4, 5\], got \[5, 10\]",
+    ),
     "max_k": ({"max_seqlen_k": 20}, ValueError, "must be from 0 to max_seqlen_k=20"),
     "max_q": ({"max_seqlen_q": 4}, ValueError, "beyond max_seqlen_q=4"),
     "table_beyond": ({"block_table": TABLE + 3}, ValueError, "pages from 0 to 11"),
