@@ -293,6 +293,7 @@ def _backward(
     q, k, v, out, softmax_lse = saved
     validation.check_booleans(causal=arguments["causal"], deterministic=arguments["deterministic"])
     validation.check_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=softmax_lse)
+    validation.check_scalars(None, 0.0, arguments["dropout_p"])
     if not arguments["dropout_p"]:
         arguments["rng_state"] = None  # unused without dropout
     elif arguments["rng_state"] is None:
@@ -310,7 +311,6 @@ def _backward(
     for name, buffer, template in zip(("dq", "dk", "dv"), gradients, (q, k, v), strict=True):
         if buffer is not None:
             validation.check_tensors(**{name: buffer})
-            validation.check_last_stride(**{name: buffer})
             expected.append((name, buffer, tuple(template.shape), q.dtype))
     for name, x, shape, dtype in expected:
         validation.check_same_device(q, **{name: x})
@@ -318,6 +318,9 @@ def _backward(
             raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
         if x.dtype != dtype:
             raise TypeError(f"{name} must be {validation.dtype_name(dtype)}, got {validation.dtype_name(x.dtype)}")
+        if name in ("dq", "dk", "dv"):
+            validation.check_last_stride(**{name: x})
+            validation.check_not_expanded(**{name: x})
     with torch.no_grad():
         dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
         softmax_lse = softmax_lse.contiguous()

@@ -119,13 +119,6 @@ def _check_caches(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
     validation.check_last_stride(**{q_name: q, k_name: k_cache, v_name: v_cache})
 
 
-def _check_not_expanded(**tensors: torch.Tensor) -> None:
-    """Check that a tensor that is written has memory for each of its elements."""
-    for name, x in tensors.items():
-        if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
-            raise ValueError(f"{name} must not be expanded where it is written, got strides {x.stride()}")
-
-
 def _check_optional(q: torch.Tensor, sizes: Sizes, optional: dict[str, Any]) -> None:
     """Check device, dtype, shape and strides of the optional tensors by their rows in the table."""
     rows = CACHE_TENSORS if q.dim() == 4 else PACKED_TENSORS
@@ -154,7 +147,7 @@ def _check_new_keys(call: _Call, optional: dict[str, Any], capacity: int) -> int
     if call.is_full:
         raise ValueError("k is appended at cache_seqlens, which is None")
     length = k.shape[1] if k.dim() == 4 else 0
-    _check_not_expanded(k_cache=call.k, v_cache=call.v)
+    validation.check_not_expanded(k_cache=call.k, v_cache=call.v)
     if cos is None and sin is None:
         return length
     if cos is None or sin is None:
@@ -229,7 +222,7 @@ def _check(call: _Call) -> None:
         if name in optional and k.dtype != FLOAT8:
             raise ValueError(f"{name} belongs to a cache of {FLOAT8}, got one of {k.dtype}")
     if out is not None:
-        _check_not_expanded(out=out)
+        validation.check_not_expanded(out=out)
 
 
 def _check_pages(tensors: KVCacheTensors, keys: torch.Tensor, queries: torch.Tensor | int, window_left: int) -> None:
@@ -241,7 +234,7 @@ def _check_pages(tensors: KVCacheTensors, keys: torch.Tensor, queries: torch.Ten
         return
     pages, page_size = cache.shape[:2]
     first = torch.zeros_like(keys) if tensors.leftpad is None else tensors.leftpad
-    if window_left >= 0:
+    if 0 <= window_left < cache_capacity(cache, block_table):  # a larger one hides nothing, and may not fit int32
         first = torch.maximum(first, keys - queries - window_left)
     if tensors.added:
         first = torch.minimum(first, keys - tensors.added)
@@ -257,13 +250,14 @@ def _check_pages(tensors: KVCacheTensors, keys: torch.Tensor, queries: torch.Ten
 
 
 def _check_lengths(name: str, seqlens: torch.Tensor, added: int, capacity: int, room: str) -> None:
-    """Check on the CPU that no length is negative or, with the `added` keys, beyond the capacity."""
+    """Check on the CPU that no length is negative or, with the `added` keys, beyond the capacity, that of `room`."""
     if validation.is_capturing(seqlens) or not seqlens.numel():
         return
     low, high = int(seqlens.min()), int(seqlens.max())
     if low < 0 or high + added > capacity:
         more = f" and {added} new keys" if added else ""
-        raise ValueError(f"{name} must be from 0 to what {room} holds, {capacity}; got {low} to {high}{more}")
+        limit = f"what {room} holds, {capacity}" if room else f"{capacity}"
+        raise ValueError(f"{name} must be from 0 to {limit}; got {low} to {high}{more}")
 
 
 def _check_cache_values(tensors: KVCacheTensors, window_left: int) -> None:
@@ -282,7 +276,7 @@ def _check_cache_values(tensors: KVCacheTensors, window_left: int) -> None:
         length = table.new_full(table.shape[:1], tensors.length) if seqlens is None else seqlens
         _check_pages(tensors, length + added, tensors.q.shape[1], window_left)
     if tensors.cache_batch_idx is not None:
-        _check_lengths("cache_batch_idx", tensors.cache_batch_idx, 1, k_cache.shape[0], "the batch of the cache")
+        _check_lengths("cache_batch_idx", tensors.cache_batch_idx, 0, k_cache.shape[0] - 1, "")
     if tensors.leftpad is not None:
         _check_lengths("cache_leftpad", tensors.leftpad, 0, capacity, room)
 
@@ -356,10 +350,11 @@ def _autocast(call: _Call) -> _Call | None:
     return call._replace(q=cast[0], optional=(*optional[:_N_FIELDS], *cast[1:], *optional[_N_FIELDS + 2 :]))
 
 
-def _number_as_tensor(x: Descale, q: torch.Tensor) -> torch.Tensor | None:
+def _number_as_tensor(name: str, x: Descale, q: torch.Tensor) -> torch.Tensor | None:
     """Return a descale that is a number as a tensor of one element. Anything else is returned, and checked later."""
     if isinstance(x, (int, float)) and not isinstance(x, bool) and isinstance(q, torch.Tensor):
-        return q.new_full((1, 1), x, dtype=torch.float32)
+        validation.check_scalars(x, 0.0, 0.0, scale_name=name)
+        return q.new_full((1, 1), float(x), dtype=torch.float32)
     return x  # type: ignore[return-value]
 
 
@@ -436,11 +431,11 @@ def _attend(call: _Call, length: int, max_seqlen_k: int, returns_lse: bool) -> A
         needs_nothing = plan.binds_without_copies and not plan.reads_values and not plan.wants_grad
         plan.only_attends = needs_nothing and new is None
         remember(key, plan)
-    if not plan.wants_grad:
+    if not plan.wants_grad and (out is None or not out.requires_grad):
         return plan.run(tensors, new, out, returns_lse)
-    with torch.no_grad():
+    with torch.no_grad():  # out may be a leaf that requires a gradient
         pair = plan.run(tensors, new, out, returns_lse)
-    return without_backward(pair, (q, k, v, *optional), out)
+    return without_backward(pair, (q, k, v, *optional), out) if plan.wants_grad else pair
 
 
 @without_unknown
@@ -533,7 +528,8 @@ def flash_attn_with_kvcache(
         is_int = type(cache_seqlens) is int  # a negative one is refused later, as one that does not fit
         length = cache_seqlens if is_int else validation.check_length("cache_seqlens", cache_seqlens)
     if k_descale is not None or v_descale is not None:
-        k_descale, v_descale = _number_as_tensor(k_descale, q), _number_as_tensor(v_descale, q)
+        k_descale = _number_as_tensor("k_descale", k_descale, q)
+        v_descale = _number_as_tensor("v_descale", v_descale, q)
     optional = (
         seqlens, None, None, block_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks, k_descale, v_descale, k,
         v, rotary_cos, rotary_sin, out,
@@ -552,8 +548,11 @@ def flash_attn_with_kvcache(
 
 def _packed_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: dict[str, Any]) -> _Call:
     """Return the call of `attend_packed`. Over pages, growing lengths make few different calls."""
-    if arguments["dropout_p"]:
-        raise ValueError("dropout_p belongs to training; block_table, seqused_k and out to inference")
+    dropout_p = arguments["dropout_p"]
+    if type(dropout_p) is not float or dropout_p:
+        validation.check_scalars(None, 0.0, dropout_p)
+        if dropout_p:
+            raise ValueError("dropout_p belongs to training; block_table, seqused_k and out to inference")
     (left, right), longest = arguments["window"], arguments["max_seqlen_k"]
     return _Call(
         q, k, v, tuple(map(arguments.get, _PACKED_OPTIONAL)), arguments["sm_scale"], arguments["scale_name"], True,

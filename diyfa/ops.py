@@ -310,6 +310,19 @@ def _empty_feature_gradients(options: AttentionOptions) -> dict[str, torch.Tenso
     return buffers
 
 
+def _as_kernels_read(dout: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return dout, or a copy if it is expanded, as from out.sum() or out.sum(2), and its strides.
+
+    All kernels need a last stride of 1. Not all take a stride of 0: Ascend's compiler divides by the stride of rows,
+    and no GPU has shown yet that TMA copies rows without a distance.
+    """
+    stride = dout.stride()
+    if stride[-1] != 1 or 0 in stride:
+        dout = dout.contiguous()
+        stride = dout.stride()
+    return dout, stride
+
+
 def _backward_into(
     plan: Plan,
     dout: torch.Tensor,
@@ -320,7 +333,8 @@ def _backward_into(
     options: AttentionOptions,
     aligned: bool = True,
 ) -> None:
-    """Fill the gradients of one call; `saved` is (q, k, v, out, lse), `aligned` the problem's `aligned_gradients`."""
+    """Fill the gradients of one call. `dout`: as `_as_kernels_read` returns it. `saved`: (q, k, v, out, lse).
+    `aligned`: the problem's `aligned_gradients`."""
     q, k, v, out, lse = saved
     problem, kernel = plan.backward(aligned)
     if plan.sees_no_key or (options.layout == VARLEN and not kernel.clears):
@@ -336,8 +350,6 @@ def _backward_into(
             assert sinks is not None, "dsinks are asked for where there are sinks"
             grads.dsinks.copy_(torch.where(sinks == -_INF, 0.0, dlse.sum(all_but_heads) + (sinks - sinks)))
         return
-    if dout.stride(-1) != 1:  # an expanded gradient, as from out.sum()
-        dout = dout.contiguous()
     kernel.launch(problem, bind(q, k, v, lengths, options), out, lse, dout, dlse, grads)
 
 
@@ -353,10 +365,7 @@ def _run_backward(
     Returns the owners of dq, dk and dv, filled up to three with None, then the gradients of optional tensors, one for
     each row of `GRADIENTS`, None if it is not wanted.
     """
-    stride = dout.stride()
-    if stride[-1] != 1:  # an expanded gradient, as from out.sum()
-        dout = dout.contiguous()
-        stride = dout.stride()
+    dout, stride = _as_kernels_read(dout)
     repeats = plan.backward_repeats
     repeat = repeats.get(stride) if dlse is None else None
     if repeat is not None:
@@ -439,6 +448,7 @@ def _attention_bwd_out(dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, l
     grads, saved = AttentionGradients(dq, dk, dv, delta=delta), (q, k, v, out, lse)
     lengths, options = unpack(features)
     plan, _ = operator_plan(q, k, v, lengths, options)
+    dout, _ = _as_kernels_read(dout)
     _backward_into(plan, dout, dlse, saved, grads, lengths, options, aligned=is_aligned(dq, dk, dv))
 
 

@@ -24,7 +24,7 @@ import torch
 from diyfa import registry
 from diyfa.options import AttentionOptions, Lengths, without_tensors
 from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, MatmulTensors, as_backward
-from diyfa.torch_private import is_deterministic, is_unseen
+from diyfa.torch_private import is_batch_of_gradients, is_deterministic, is_unseen
 from diyfa.validation import memory_span
 
 # Result of `Kernel.repeat`. It runs a call again with other tensors: it replaces addresses in launches that are
@@ -172,7 +172,7 @@ def runs_eagerly(*tensors: torch.Tensor) -> bool:
     for x in tensors:
         if type(x) is not torch.Tensor or is_described_only(x) or (wants_grad and x.requires_grad):
             return False
-        if x.layout is not torch.strided or x.is_neg():  # the memory does not hold the values themselves
+        if not may_be_read(x):
             return False
     return is_unseen()
 
@@ -187,7 +187,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 def may_be_read(x: Any) -> bool:
     """Return whether x is a tensor whose values may be read at its address."""
-    return type(x) in _PLAIN and x.layout is torch.strided and not x.is_neg()
+    return type(x) in _PLAIN and x.layout is torch.strided and not x.is_neg() and not is_batch_of_gradients(x)
 
 
 # ---- Keys, and the plans under them
@@ -204,7 +204,7 @@ def call_key(tensors: tuple[Any, ...], scalars: Hashable) -> tuple[Hashable | No
     if not is_unseen():
         return None, addresses
     wants_grad = torch.is_grad_enabled()
-    key: list[Hashable] = [scalars, wants_grad, is_deterministic()]
+    key: list[Hashable] = [scalars, is_deterministic()]
     try:
         for x in tensors:
             if x is None:

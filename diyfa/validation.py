@@ -418,10 +418,15 @@ def check_batch_invariant(lengths: Lengths, options: dict[str, Any]) -> None:
         raise ValueError(f"diyfa.batch_invariant() takes no {', '.join(refused)}: a cache has nothing like it to equal")
 
 
+def check_not_expanded(**tensors: torch.Tensor) -> None:
+    """Check that a tensor that is written has memory for each of its elements."""
+    for name, x in tensors.items():
+        if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError(f"{name} must not be expanded where it is written, got strides {x.stride()}")
+
+
 def check_no_overlap(out: torch.Tensor, inputs: Sequence[torch.Tensor | None], names: Sequence[str]) -> None:
-    """Check that out shares no memory with the inputs. Tensors without memory share none."""
-    if out.is_meta:
-        return
+    """Check that out shares no memory with the inputs."""
     for x, name in zip(inputs, names, strict=False):
         if x is not None and share_memory(out, x):
             raise ValueError(f"out must not share memory with {name}")
@@ -444,10 +449,21 @@ def memory_span(x: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
+def have_equal_strides(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether tensors of one shape have equal strides, except for dimensions of size 1."""
+    strides = x.stride(), y.stride()
+    return strides[0] == strides[1] or all(n == 1 or a == b for n, a, b in zip(x.shape, *strides, strict=True))
+
+
 def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Return whether x and y have an element in common, for dense tensors and views of equal strides in any order. For
-    others assume that they have none, as interleaved slices of one buffer."""
-    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or not x.numel() or not y.numel():
+    others assume that they have none, as interleaved slices of one buffer. Tensors without memory share none."""
+    if x.is_meta or not x.numel() or not y.numel():
+        return False
+    # Tensors of one memory may have storages of their own: from NumPy or DLPack.
+    storages = x.untyped_storage(), y.untyped_storage()
+    first, second = storages[0].data_ptr(), storages[1].data_ptr()
+    if first + storages[0].nbytes() <= second or second + storages[1].nbytes() <= first:
         return False
     spans = [memory_span(x), memory_span(y)]
     size = x.element_size()
@@ -456,8 +472,13 @@ def share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
         return False
     if spans == [x.numel(), y.numel()]:
         return True
-    dims, others = (sorted(zip(z.stride(), z.shape, strict=True), reverse=True) for z in (x, y))
-    if [stride for stride, _ in dims] != [stride for stride, _ in others] or x.dtype != y.dtype:
+    if x.dtype != y.dtype:
         return False
-    sizes = [(stride, n, other) for (stride, n), (_, other) in zip(dims, others, strict=True)]
-    return _have_common_element((begins[1] - begins[0]) // size, sizes)
+    # Stride -> sizes in x and in y. The stride of a dimension of size 1 has no meaning.
+    sizes: dict[int, list[int]] = {}
+    for i, z in enumerate((x, y)):
+        for n, stride in zip(z.shape, z.stride(), strict=True):
+            if n > 1:
+                sizes.setdefault(stride, [1, 1])[i] += n - 1
+    dims = [(stride, n, other) for stride, (n, other) in sorted(sizes.items(), reverse=True)]
+    return _have_common_element((begins[1] - begins[0]) // size, dims)

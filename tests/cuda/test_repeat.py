@@ -451,8 +451,20 @@ def test_gradients_with_other_strides(recorder, described):
     assert [step(turned) for _ in range(3)] == [True, True, False]
     assert not step(straight)
     assert step(off) and step(off)
-    assert not step(torch.zeros((), dtype=q.dtype).expand(q.shape))
+    for dims in (0, 1, 2, (1, 2), (0, 1, 2, 3)):
+        assert not step(straight.sum(dims, keepdim=True).expand(q.shape))
     assert not step(straight)
+
+
+@pytest.mark.parametrize("dims", [0, 1, 2, (0, 1, 2, 3)], ids=str)
+def test_descriptors_of_an_expanded_gradient(recorder, dims):
+    """It is copied: no descriptor of a gradient has a stride of 0."""
+    q, k, v = qkv(**LARGE, grad=True)
+    for _ in range(3):
+        recorder.launches.clear()
+        torch.autograd.grad(attend(q, k, v, variant="sm90").sum(dims).square().sum(), (q, k, v))
+        maps = [x for one in recorder.launches for x in one.arguments.values() if isinstance(x, Map)]
+        assert len(recorder.launches) > 2 and maps and not any(0 in x.strides for x in maps)
 
 
 TURNED = 96 * 4 * 64, 64, 4 * 64, 1

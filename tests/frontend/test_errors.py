@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+from contextlib import nullcontext
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -273,11 +275,58 @@ def test_overlap_is_checked_at_every_call() -> None:
         within = memory.view(-1)[begin : begin + 1024].view(32, 32)  # begins or ends inside an input
         with pytest.raises(ValueError, match=f"out must not share memory with {name}"):
             diyfa.triton_matmul(memory[a], memory[b], out=within, backend="cpu")
+    memory, narrow = torch.zeros(8192, dtype=torch.float16), torch.zeros(32, 16, dtype=torch.float16)
+    for begin, error in ((4096, None), (4096, None), (3072, "a"), (6144, None)):  # a is larger than out
+        a, out = memory[:4096].view(128, 32), memory[begin : begin + 2048].view(128, 16)
+        with pytest.raises(ValueError, match="share memory with a") if error else nullcontext():
+            diyfa.triton_matmul(a, narrow, out=out, backend="cpu")
     described = torch.empty(32, 32, dtype=torch.float16, device="meta")
     assert diyfa.triton_matmul(described, described, out=torch.empty_like(described), backend="cpu").is_meta
     columns = torch.zeros(32, 96, dtype=torch.float16)
     diyfa.triton_matmul(columns[:, :32], columns[:, 32:64], out=columns[:, 64:], backend="cpu")  # interleaved, apart
     diyfa.triton_matmul(columns[:, :32], columns[:, 32:64], out=columns[:, 64:].t(), backend="cpu")
+
+
+def _elements(x: torch.Tensor) -> set[int]:
+    """The addresses of the elements of x."""
+    addresses = torch.tensor([x.data_ptr()])
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        addresses = (addresses[:, None] + torch.arange(size) * stride * x.element_size()).flatten()
+    return set(addresses.tolist())
+
+
+def test_memory_that_views_share() -> None:
+    """Slices of one buffer, with dimensions of size 1, whose strides mean nothing, put in and left out."""
+    random, sharing = Random(0), 0
+
+    def view(x: torch.Tensor) -> torch.Tensor:
+        for dim, size in enumerate(x.shape):
+            first = random.randrange(size)
+            x = x.narrow(dim, first, random.randint(1, size - first))
+        x = x.transpose(*random.sample(range(x.dim()), 2))
+        x = x.squeeze() if random.random() < 0.5 else x
+        while x.dim() < 4:
+            x = x.unsqueeze(random.randint(0, x.dim()))
+        return x
+
+    for _ in range(1000):
+        buffer = torch.empty([random.randint(1, 4) for _ in range(4)])
+        x, y = view(buffer), view(buffer)
+        shares = not _elements(x).isdisjoint(_elements(y))
+        assert validation.share_memory(x, y) == validation.share_memory(y, x) == shares, (x.stride(), y.stride())
+        sharing += shares
+    assert 200 < sharing < 800
+
+
+def test_memory_that_storages_share() -> None:
+    """Tensors made by NumPy or DLPack have storages of their own, also where they are parts of one memory."""
+    whole = torch.zeros(65, 32, dtype=torch.float16)
+    a, out = torch.from_dlpack(whole[1:33]), torch.from_dlpack(whole[:32])
+    assert a.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out must not share memory with a"):
+            diyfa.triton_matmul(a, SQUARE, out=out, backend="cpu")
+        diyfa.triton_matmul(torch.from_dlpack(whole[33:]), SQUARE, out=out, backend="cpu")
 
 
 @pytest.mark.parametrize(("backend", "package"), [("cuda", "triton$"), ("npu", "--no-deps triton-ascend==3.2.0 ")])

@@ -445,9 +445,12 @@ def test_private_backward_fills_slices_only() -> None:
         ({"softmax_lse": torch.zeros(2, 8, 4)}, ValueError, r"softmax_lse must have shape \(2, 4, 8\)"),
         ({"softmax_lse": torch.zeros(2, 4, 8).half()}, TypeError, "softmax_lse must be float32"),
         ({"dq": torch.zeros(2, 8, 4, 32).half()[..., ::2]}, ValueError, "dq must have stride 1"),
+        ({"dq": Q[:1].clone().expand(2, 8, 4, 16)}, ValueError, "dq must not be expanded where it is written"),
+        ({"dq": Q.sum()}, ValueError, r"dq must have shape \(2, 8, 4, 16\), got \(\)"),
         ({"dk": Q.to("meta")}, ValueError, "same device"),
         ({"dv": [1]}, TypeError, r"dv must be a torch\.Tensor"),
         ({"dropout_p": 0.5, "rng_state": CU}, TypeError, "rng_state must be int64"),
+        ({"dropout_p": CU}, TypeError, "dropout_p must be a number, got Tensor"),
     ],
 )
 def test_private_backward_errors(changed: dict[str, Any], exception: type[Exception], pattern: str) -> None:

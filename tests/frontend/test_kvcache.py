@@ -109,11 +109,15 @@ OF_CACHES: dict[str, Refusal] = {
     "splits_flag": ({"num_splits": True}, TypeError, "num_splits must be an integer, got True"),
     "descale_flag": ({"k_cache": FLOAT8, "v_cache": FLOAT8.clone(), "k_descale": True}, TypeError,
                      "k_descale must be a torch.Tensor, got bool"),
+    "descale_nan": ({"k_cache": FLOAT8, "v_cache": FLOAT8.clone(), "k_descale": float("nan")}, ValueError,
+                    "k_descale must be finite in float32, got nan"),
+    "descale_huge": ({"k_cache": FLOAT8, "v_cache": FLOAT8.clone(), "v_descale": 10**400}, ValueError,
+                     "v_descale must be finite in float32, got 1000"),
     "length_negative": ({"cache_seqlens": -1}, ValueError, "cache_seqlens must be from 0 to .* got -1"),
     "length_beyond": ({"cache_seqlens": 38}, ValueError, "the cache holds, 40; got 38 and 3 new keys"),
     "lengths_beyond": ({"cache_seqlens": torch.tensor([38, 0]).int()}, ValueError, "got 0 to 38 and 3 new keys"),
     "lengths_negative": ({"cache_seqlens": -INT}, ValueError, "cache_seqlens must be from 0"),
-    "index_beyond": ({"cache_batch_idx": INT}, ValueError, "cache_batch_idx must be from 0"),
+    "index_beyond": ({"cache_batch_idx": INT}, ValueError, "cache_batch_idx must be from 0 to 1; got 1 to 2$"),
     "leftpad_negative": ({"cache_leftpad": -INT}, ValueError, "cache_leftpad must be from 0"),
     "scale": ({"softmax_scale": float("inf")}, ValueError, "softmax_scale must be finite"),
     "window": ({"window_size": 3}, TypeError, "window_size must be a pair"),
@@ -136,21 +140,37 @@ OF_CACHES: dict[str, Refusal] = {
                     "for each of the 40 keys that there can be, and 2 for queries beyond them, got 40"),
 }  # fmt: skip
 TABLE = torch.arange(10, dtype=torch.int32).view(B, 5)
+NEW_KEYS = {  # the window hides those in the first page
+    "q": torch.ones(B, 1, H, D), "k": torch.ones(B, 9, HK, D), "v": torch.ones(B, 9, HK, D), "cache_seqlens": 5,
+    "window_size": (0, 0),
+}  # fmt: skip
+# int32 does not hold the first key that such a window shows.
+MANY_QUERIES = {"q": torch.ones(B, 40, H, D), "k": None, "v": None, "cache_seqlens": 1, "window_size": (2**31 - 1, -1)}
 OF_PAGES: dict[str, Refusal] = {
     "table_shape": ({"block_table": TABLE[:1]}, ValueError, r"block_table must have shape \(2, 5\)"),
     "table_dtype": ({"block_table": TABLE.long()}, TypeError, "block_table must be int32"),
     "table_beyond": ({"block_table": TABLE + 3}, ValueError, "pages from 0 to 11 .* got 12 in column 4 of row 1"),
     "table_negative": ({"block_table": TABLE - 1}, ValueError, "got -1 in column 0 of row 0"),
+    "table_negative_window": ({"block_table": TABLE - 1, "window_size": (2**40, 0)}, ValueError, "got -1 in column 0"),
+    "table_negative_new_keys": ({"block_table": TABLE - 1, **NEW_KEYS}, ValueError, "got -1 in column 0"),
+    "table_negative_few_keys": ({"block_table": TABLE - 1, **MANY_QUERIES}, ValueError, "got -1 in column 0"),
     "table_and_index": ({"cache_batch_idx": INT}, ValueError, "pages are chosen by block_table"),
     "beyond_the_table": ({"cache_seqlens": 39}, ValueError, "to what block_table holds, 40; got 39"),
 }
+KEYS = {"k": torch.ones(9, HK, D), "v": torch.ones(9, HK, D), "cu_seqlens_k": torch.tensor([0, 4, 9]).int()}
 OF_PACKED: dict[str, Refusal] = {
     "rank": ({"k": torch.ones(9, HK, D)}, ValueError, r"k \(pages, page size, heads, head_dim\)"),
     "dropout": ({"dropout_p": 0.1}, ValueError, "dropout_p belongs to training"),
+    "dropout_kind": ({"dropout_p": INT}, TypeError, "dropout_p must be a number, got Tensor"),
+    "dropout_none": ({"dropout_p": None}, TypeError, "dropout_p must be a number, got NoneType"),
     "no_lengths": ({"seqused_k": None}, ValueError, "cu_seqlens_k may be None only where"),
     "no_table": ({"block_table": None, "k": torch.ones(9, HK, D), "v": torch.ones(9, HK, D)}, ValueError,
                  "cu_seqlens_k may be None only where"),
     "seqused_shape": ({"seqused_k": INT[:1]}, ValueError, r"seqused_k must have shape \(2,\)"),
+    "seqused_beyond": (
+        {"block_table": None, **KEYS, "seqused_k": 5 * INT},
+        ValueError, r"seqused_k must be at most the rows of each sequence, \[4, 5\], got \[5, 10\]",
+    ),
     "max_k": ({"max_seqlen_k": 20}, ValueError, "must be from 0 to max_seqlen_k=20"),
     "max_q": ({"max_seqlen_q": 4}, ValueError, "beyond max_seqlen_q=4"),
     "table_beyond": ({"block_table": TABLE + 3}, ValueError, "pages from 0 to 11"),
@@ -439,6 +459,15 @@ def test_windows_of_more_queries_than_keys() -> None:
         torch.testing.assert_close(result, want)
 
 
+@pytest.mark.parametrize("left", [40, 2**31 - 1, 2**31, 2**40])
+def test_windows_beyond_every_key(left: int) -> None:
+    """The host checks a table on the CPU for any of them."""
+    given = paged(k=None, v=None)
+    assert torch.equal(
+        diyfa.flash_attn_with_kvcache(**given, window_size=(left, -1)), diyfa.flash_attn_with_kvcache(**given)
+    )
+
+
 # ---- What else it says ------------------------------------------------------------------------------------------
 
 
@@ -565,6 +594,17 @@ def test_out_beside_wider_queries_in_one_buffer() -> None:
     torch.testing.assert_close(diyfa.flash_attn_with_kvcache(q, **given, out=out), want)
     out, q = both[..., D - 1 : D + D // 2 - 1], both[..., :D]
     _refused(diyfa.flash_attn_with_kvcache, {"q": q, **given, "out": out}, ValueError, "share memory with q")
+
+
+def test_out_whose_dimensions_of_size_1_have_other_strides() -> None:
+    """Such a stride means nothing: one is q itself, the other begins a row later."""
+    buffer = torch.randn(1, 9, 3, H, D)
+    q, later = buffer[:, 2:5, 0], buffer[0, 3:6, 0][None]
+    given = {"k_cache": torch.randn(1, 40, HK, D), "v_cache": torch.randn(1, 40, HK, D), "cache_seqlens": 30}
+    assert q.stride() != later.stride()
+    _refused(diyfa.flash_attn_with_kvcache, {"q": q, **given, "out": later}, ValueError, "share memory with q")
+    want = reference_kvcache(q=q.clone(), **given)
+    torch.testing.assert_close(diyfa.flash_attn_with_kvcache(q, **given, out=q[0][None]), want)
 
 
 def test_out_is_not_packed_queries() -> None:

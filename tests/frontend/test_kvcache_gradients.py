@@ -133,6 +133,26 @@ def test_a_call_that_wants_no_gradient_has_none() -> None:
         assert not over_cache(**{**given, "out": out})[1].requires_grad
 
 
+@pytest.mark.parametrize("kind", ["leaf", "no leaf"])
+@pytest.mark.parametrize("name", CALLS)
+def test_out_alone_requires_a_gradient(name: str, kind: str) -> None:
+    """It is overwritten, so nobody can differentiate the call: it runs, and out stays what it was."""
+    attend, make = CALLS[name]
+    with registry.use_backend("cpu"):
+        want = attend(**make("cpu"))
+        for _ in range(3):
+            leaf = torch.empty_like(want[0], requires_grad=True)
+            out = leaf if kind == "leaf" else leaf * 1
+            before = out.grad_fn
+            got = attend(**make("cpu"), out=out)
+            assert got[0] is out and out.grad_fn is before and not got[1].requires_grad
+            assert all(map(torch.equal, got, want))
+        empty = {**make("cpu"), "out": torch.ones_like(want[0], requires_grad=True)}
+        if name == "packed":
+            empty |= {"max_seqlen_q": 0, "cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}
+            assert not attend(**empty)[0].any()
+
+
 @pytest.mark.parametrize("function", ["flash_attn_with_kvcache", "flash_attn_varlen_func"])
 def test_flash_attns_functions_without_lse(function: str) -> None:
     with registry.use_backend("cpu"):

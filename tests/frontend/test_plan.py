@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import diyfa
-from diyfa import flash_attn_interface, ops
+from diyfa import flash_attn_interface, ops, registry
 from diyfa import plan as planning
 from diyfa.options import NO_LENGTHS, AttentionOptions, pack
 
@@ -178,6 +179,19 @@ def test_gradients_of_a_repeated_call_are_the_same(trained, launches):
         torch.autograd.grad(out, q, dout)
 
 
+def test_batches_of_gradients(trained):
+    """They have no memory: operators are called for one of each batch after another."""
+    leaves = trained[:3]
+    out, lse = attend(*leaves, causal=True, return_lse=True)
+    a, b = (torch.randn(shape, requires_grad=True) for shape in ((20, 16), (16, 24)))
+    product = diyfa.triton_matmul(a, b, precision="ieee", activation="relu", backend="cpu")
+    for outputs, inputs in (((out,), leaves), ((out, lse), leaves), ((lse,), leaves), ((product,), (a, b))):
+        grads = [torch.randn(3, *x.shape) for x in outputs]
+        each = [torch.autograd.grad(outputs, inputs, x, retain_graph=True) for x in zip(*grads, strict=True)]
+        found = torch.autograd.grad(outputs, inputs, grads, is_grads_batched=True, retain_graph=True)
+        torch.testing.assert_close(found, tuple(map(torch.stack, zip(*each, strict=True))))
+
+
 def test_a_second_derivative_is_refused_here_too(trained, launches):
     q, k, v, dout, expected = trained
     out = attend(q, k, v, causal=True)
@@ -235,6 +249,44 @@ def test_a_gradient_with_other_strides(trained, launches):
     ones = torch.ones((), dtype=q.dtype).expand(q.shape)
     assert torch.equal(step(q, k, v, ones)[2], step(q, k, v, torch.ones_like(q))[2])
     assert len(launches) == 5
+
+
+@pytest.mark.parametrize("dims", [0, 1, 2, 3, (1, 2), (0, 1, 2, 3)], ids=str)
+def test_kernels_read_no_expanded_gradient(launches, monkeypatch, dims):
+    """As from out.sum(2): not all of them take a stride of 0. Repeated, seen by a mode, and into given gradients."""
+    seen = []
+
+    def recording(kernel):
+        def launch(problem, tensors, out, lse, dout, *rest):
+            seen.append(dout.stride())
+            return kernel.launch(problem, tensors, out, lse, dout, *rest)
+
+        return replace(kernel, launch=launch) if kernel.op == "attention_bwd" else kernel
+
+    cpu = registry.load_backend("cpu")
+    monkeypatch.setattr(cpu, "kernels", [recording(kernel) for kernel in cpu.kernels])
+    leaves = qkv(requires_grad=True)
+    loss = diyfa.reference_attention(*leaves, causal=True).sum(dims).square().sum()
+    expected = torch.autograd.grad(loss, leaves)
+
+    def gradients():
+        return torch.autograd.grad(attend(*leaves, causal=True).sum(dims).square().sum(), leaves)
+
+    found = [gradients() for _ in range(3)]
+    with Seen():
+        found.append(gradients())
+    q, k, v = (x.detach().transpose(1, 2) for x in leaves)
+    rest = (0.0, None, True, -1, -1, 0.0, None)
+    with diyfa.use_backend("cpu"):
+        out, lse, _, _ = flash_attn_interface._flash_attn_forward(q, k, v, *rest, False)
+        total = out.transpose(1, 2).sum(dims, keepdim=True)
+        dout = (2 * total).expand(2, 3, 17, 16).transpose(1, 2)
+        buffers = [torch.empty_like(x) for x in (q, k, v)]
+        flash_attn_interface._flash_attn_backward(dout, q, k, v, out, lse, *buffers, *rest, False)
+    found.append([x.transpose(1, 2) for x in buffers])
+    for grads in found:
+        torch.testing.assert_close(list(grads), list(expected), rtol=1e-4, atol=1e-4)
+    assert len(seen) == 5 and all(stride[-1] == 1 and 0 not in stride for stride in seen)
 
 
 def test_meta_tensors_are_never_planned(launches):

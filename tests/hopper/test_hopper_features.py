@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper_interpreted import interpret, interpreted_only, run
+from hopper_interpreted import interpret, interpreted_only, near_the_reference, run
 
 import diyfa
 from diyfa.backends.cuda.hopper import configs as hopper_configs
@@ -152,6 +152,18 @@ def test_a_row_with_neither_key_nor_sink(monkeypatch: pytest.MonkeyPatch) -> Non
     expected, expected_lse = reference_attention(q, k, v, **options, dtype=torch.float64)
     assert (out[0, 0, :130] == 0).all() and (lse[0, 0, :130] == float("inf")).all()
     assert (out - expected).abs().max() < 0.02 and (lse - expected_lse)[0, 0, 130:].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("lengths", [None, (130, 70)], ids=["", "seq_lens"])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (1, 1)], ids=["samples", "heads", "both"])
+def test_inputs_that_are_expanded(
+    shape: tuple[int, int], lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptors with strides of 0 between samples or heads."""
+    interpret(monkeypatch, TWO, seed=2)
+    q, k, v = (torch.randn(*shape, 150, 64).bfloat16().expand(2, 2, -1, -1) for _ in range(3))
+    options = {} if lengths is None else {"seq_lens": torch.tensor(lengths, dtype=torch.int32)}
+    near_the_reference(q, k, v, causal=True, **options)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -10,6 +10,7 @@ import torch
 import diyfa
 from diyfa import reference_attention
 from diyfa.backends.npu.attention.bias import as_read
+from diyfa.backends.npu.runtime.launch import distinct_rows
 from diyfa.testing import AttentionCase, attention_function, make_inputs, run_case
 
 F16, F32 = torch.float16, torch.float32
@@ -93,6 +94,21 @@ def test_rows_of_a_gradient_that_share_memory(npu: torch.device) -> None:
         gradients_of(npu, expanded), gradients_of(npu, weight.expand(expanded.shape).contiguous().to(npu)), strict=True
     ):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
+def test_rows_are_copied_only_where_several_have_one_address(layout: str) -> None:
+    """A copy of a result would be lost: a single row, whose stride means nothing, is none."""
+    rows = {"bhsd": 2, "bshd": 1, "thd": 0}[layout]
+    for shape in ([2, 3, 4, 16], [5, 6, 7, 16]):
+        whole = torch.zeros(shape[4 - (3 if layout == "thd" else 4) :])
+        single = whole.narrow(rows, 0, 1)
+        strides = [0 if dim == rows else stride for dim, stride in enumerate(whole.stride())]
+        assert distinct_rows(whole, layout) is whole
+        without_stride = single.as_strided(single.shape, strides)
+        assert distinct_rows(without_stride, layout) is without_stride
+        copy = distinct_rows(whole.as_strided(whole.shape, strides), layout)
+        assert copy.is_contiguous() and copy.shape == whole.shape
 
 
 def test_slopes_below_zero(npu: torch.device) -> None:

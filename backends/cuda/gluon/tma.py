@@ -32,7 +32,11 @@ def rows_box(rows: int, columns: int) -> Box:
 
 
 def dense_descriptor(x: torch.Tensor, layout: str, rows: int, columns: int) -> Tiles:
-    """Return a descriptor (B, H, S, D). Rows beyond the end of the tensor are read as zeros and not written."""
+    """Return a descriptor (B, H, S, D). Rows beyond the end of the tensor are read as zeros and not written.
+
+    Strides of samples and heads are 0 if q, k or v is expanded. They are multiples of 16 bytes, which is all that the
+    driver asks for; products by CUTLASS read expanded batches so. A gradient has none (`_as_kernels_read` of `ops.py`).
+    """
     in_order = _IN_ORDER[layout]
     return Tiles(x, in_order(x.shape), in_order(x.stride()), smem_box(rows, columns, 4, x.dtype))
 

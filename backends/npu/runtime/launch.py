@@ -15,7 +15,7 @@ from diyfa.backends.npu.runtime.compat import INTERPRETED, INTERPRETER_PROGRAMS,
 from diyfa.backends.npu.runtime.compiler import compiling_if_allowed
 from diyfa.backends.npu.runtime.multibuffer import options_in_use
 from diyfa.backends.npu.tables.configs import operand_bytes
-from diyfa.problem import AttentionProblem, Launch, bhsd_strides
+from diyfa.problem import LAYOUTS, VARLEN, AttentionProblem, Launch, bhsd_strides
 
 # Bytes of the cache that all cores share which the operands of one group of heads may take. It is an assumption, far
 # below that cache's size: its replacement policy is not known, and other tensors pass through it.
@@ -80,8 +80,9 @@ def device_guard(x: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def distinct_rows(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """Return `x`, or a copy if its row stride is 0 (an expanded gradient). The compiler divides by that stride."""
-    return x.contiguous() if bhsd_strides(x, layout)[2] == 0 else x
+    """Return `x`, or a copy if it has several rows with a stride of 0 (expanded keys): the compiler divides by it."""
+    rows = x.shape[0 if layout == VARLEN else LAYOUTS[layout][2]]
+    return x.contiguous() if rows > 1 and bhsd_strides(x, layout)[2] == 0 else x
 
 
 def tensor_arguments(layout: str, **tensors: torch.Tensor) -> dict[str, Any]:
