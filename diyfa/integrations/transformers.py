@@ -4,15 +4,14 @@ An attention implementation of Transformers has two functions. The mask function
 window, padding, packed sequences, a cache with room for more rows, any other) and encodes them in one tensor. The
 attention function gets that tensor in every layer. Masks that diyfa's options express need only a small tensor:
 
-    None                    only the model's own causality and window
-    bool (B, Sk)            padding, False where there is no token; (0, Sk): no padding
-    int8 (B, Sk)            padding of a cache with room: 1 a token, 0 padding, -1 a free row, which no query sees yet
-    int8 (0, Sk, n)         a cache with room and no padding; queries see its first n rows
-    int32 (B, S)            packed sequences: the number of each row's sequence
-    bool (B, 1, Sq, Sk)     any other mask, and masks that a program passes itself: the complete mask, used as a bias
+    None                    only the model's own causality
+    bool (B, Sk)            padding of attention that is not causal, False where there is no token; (0, Sk): no padding
+    bool (B, Sk, 1 + r)     the same for causal attention; the cache's last r rows are free, and no query sees them yet
+    int32 (B, S)            packed sequences, causal: the number of each row's sequence
+    (B, 1, Sq, Sk)          any other mask, and masks that a program passes itself: the complete mask, used as a bias
 
-With a sliding window bool becomes uint8, int8 becomes int16, and int32 becomes int64. A layer must have the Sk keys
-that its mask was made for.
+With a sliding window bool becomes uint8, and int32 becomes int64; without it the window that a model hands on does not
+count. A layer must have the Sk keys that its mask was made for.
 
 Results are those of the model's eager attention. With `quantize=` they have the errors of int8 or float8.
 """
@@ -37,10 +36,11 @@ from diyfa.quantization import quantize
 
 NAME = "diyfa"
 SEAM = "transformers"
-WITH_WINDOW = {torch.bool: torch.uint8, torch.int8: torch.int16, torch.int32: torch.int64}
-WINDOW_DTYPES = frozenset(WITH_WINDOW.values())
-ROOM = (torch.int8, WITH_WINDOW[torch.int8])
-PACKED = (torch.int32, WITH_WINDOW[torch.int32])
+WINDOW_DTYPES = (torch.uint8, torch.int64)
+PADDING = (torch.bool, torch.uint8)
+PACKED = (torch.int32, torch.int64)
+# Models that read or change the mask that they get, or say that they are not causal: they get that of eager attention.
+NEED_EAGER_MASKS = frozenset(("bigbird_pegasus", "deepseek_v4", "doge", "pix2struct_text_model"))
 
 # ---- The mask ------------------------------------------------------------------------------------------------------
 
@@ -91,55 +91,52 @@ def make_attention_mask(
 
     1. A packed mask becomes the number of each row's sequence.
     2. A mask that is neither causal nor bidirectional, apart from a window and padding, is formed in full. So are masks
-       that depend on a position on the device, and padded caches with room in a traced program.
-    3. Otherwise the result says what padding and free rows of a cache add to causality and window, None if nothing.
+       that the model itself reads, and those that depend on a position on the device.
+    3. Otherwise the result says what padding and free rows of a cache add to causality, None if nothing.
     """
     # From the submodule itself: not every torch.compile can trace Transformers' lazy modules.
     from transformers.masking_utils import (
         bidirectional_mask_function,
         causal_mask_function,
+        eager_mask,
         prepare_padding_mask,
         sdpa_mask,
     )
 
     tracing, config = torch.compiler.is_compiling(), kwargs.get("config")
+    is_plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
     if not tracing and config is not None and _attends_by_itself(config.__class__):
         raise ValueError(
             f"models of {type(config).__name__} have an attention of their own: use attn_implementation='eager'"
         )
+    needs_eager_mask = getattr(config, "model_type", "") in NEED_EAGER_MASKS
     window = kwargs.get("local_size")
-    slides = window is not None and window == getattr(config, "sliding_window", None)  # the window is the config's
-    causal = mask_function is causal_mask_function or (slides and kwargs.get("allow_is_causal_skip"))
-    both_ways = mask_function is bidirectional_mask_function or (slides and kwargs.get("allow_is_bidirectional_skip"))
-    if not tracing and not causal and not both_ways:
+    slides = not is_plain and window is not None and window == getattr(config, "sliding_window", None)
+    # A model that does not permit to skip its mask reads it.
+    causal = kwargs.get("allow_is_causal_skip") and (slides or mask_function is causal_mask_function)
+    both_ways = kwargs.get("allow_is_bidirectional_skip") and (slides or mask_function is bidirectional_mask_function)
+    if not (tracing or causal or both_ways or needs_eager_mask):
         rows = _packed(mask_function)
         if rows is not None and attention_mask is None:
             return rows.to(torch.int64 if slides else torch.int32)
     # A static cache has its length on the device. With one new token, or in a traced program, do not wait for it.
-    is_offset_unread = isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1)
-    keys = kv_length  # rows of the cache that the last query sees; those from there on are free
-    if causal and not is_offset_unread:
-        keys = min(kv_length, int(q_offset) + q_length - kv_offset)
-    has_room = keys < kv_length
-    # A traced program cannot read from a mask on the device how many rows of a padded cache are seen.
-    is_unreadable = tracing and has_room and attention_mask is not None
-    if not (causal or both_ways) or (causal and is_offset_unread) or is_unreadable:
+    is_offset_unread = causal and isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1)
+    if needs_eager_mask or not (causal or both_ways) or is_offset_unread:
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-        return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
-    # From here on `padding` becomes the result, in the forms of the module's table.
+        form = eager_mask if needs_eager_mask else sdpa_mask
+        return form(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
+    keys = min(kv_length, int(q_offset) + q_length - kv_offset) if causal else kv_length  # that the last query sees
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length]
         if not tracing and bool(padding[:, :keys].all()):
             padding = None
-    if padding is not None and has_room:
-        padding = padding.to(torch.int8, copy=True)
-        padding[:, keys:] = -1
-    elif padding is None and has_room:
-        padding = torch.empty((0, kv_length, keys), dtype=torch.int8, device=kwargs.get("device"))
-    elif padding is None and slides:
-        padding = torch.empty((0, keys), dtype=torch.bool, device=kwargs.get("device"))
-    return padding.to(WITH_WINDOW[padding.dtype]) if padding is not None and slides else padding
+    if padding is None:
+        if keys == kv_length and not slides:
+            return None
+        padding = torch.empty((0, kv_length), dtype=torch.bool, device=kwargs.get("device"))
+    padding = padding.to(torch.uint8) if slides else padding
+    return padding[:, :, None].expand(-1, -1, 1 + kv_length - keys) if causal else padding
 
 
 # ---- The attention -------------------------------------------------------------------------------------------------
@@ -150,6 +147,8 @@ Sequences = tuple[torch.Tensor, int]  # offsets of packed sequences, length of t
 
 def _cached_on(x: torch.Tensor, compute: Callable[[torch.Tensor], Any]) -> Any:
     """Return compute(x), cached on x until x changes: it waits for the device, and all layers share one mask."""
+    if torch.compiler.is_compiling():
+        return compute(x)
     version = None if x.is_inference() else x._version  # tensors of inference mode have no version
     known_version, result = getattr(x, "diyfa_cached", (None, None))
     if version is None or version != known_version:
@@ -180,10 +179,9 @@ def _by_position(positions: torch.Tensor) -> Sequences | None:
     return None if packed[0].shape[0] == 2 else packed
 
 
-def _room(mask: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return the number of visible rows of a cache, and their padding, True for a token."""
-    keys = int((mask[0] >= 0).sum())
-    return keys, mask[:, :keys] > 0
+def _seen_rows(mask: torch.Tensor) -> torch.Tensor:
+    """Return the padding (B, n) of the n rows of a cache that some query sees, of a causal mask."""
+    return mask[:, : 1 + mask.shape[1] - mask.shape[2], 0]
 
 
 class _Padding(NamedTuple):
@@ -313,13 +311,22 @@ def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: d
     for name in ("block_indices", "head_mask"):
         if extras.get(name) is not None:
             raise ValueError(f"{name} is not supported by diyfa: use attn_implementation='eager'")
+    if extras.get("indices") is not None and (mask is None or mask.dim() != 4):
+        raise ValueError("indices of the keys that a query sees need a mask (batch, heads, queries, keys) beside them")
     if mask is not None and mask.dim() < 4 and mask.dtype in WINDOW_DTYPES and not window:
         raise ValueError(_no_window(module))
-    pads = mask is not None and mask.dim() == 2 and mask.shape[0] > 0 and mask.dtype not in PACKED
+    pads = mask is not None and mask.dim() < 4 and mask.shape[0] > 0 and mask.dtype not in PACKED
     if pads and extras.get("cu_seq_lens_q") is not None:
         raise ValueError("an attention_mask with padding and the lengths of packed sequences exclude each other")
-    if mask is not None and mask.dim() not in (2, 4) and mask.dtype not in ROOM:
+    if mask is not None and mask.dim() not in (2, 4) and not (mask.dim() == 3 and mask.dtype in PADDING):
         raise ValueError(f"a mask must be (batch, keys) or (batch, heads, queries, keys), got {tuple(mask.shape)}")
+
+
+def _only(mask: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return a complete mask without the keys that are not among `indices` (B, Sq, n)."""
+    shape = (*indices.shape[:2], mask.shape[-1])
+    seen = torch.zeros(shape, dtype=torch.bool, device=mask.device).scatter_(2, indices.long(), True)[:, None]
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
 
 
 def _eight_bits(query: torch.Tensor, key: torch.Tensor) -> str:
@@ -354,35 +361,41 @@ def attention(
     The call goes the first of these ways that fits: packed sequences, also of a padded batch; one new token over a
     cache; `flash_attention` with the mask, and `position_bias`, as a bias.
 
-    Of `extras` it reads sliding_window, softcap, s_aux, position_bias, position_ids and lengths of packed sequences.
+    Of `extras` it reads sliding_window, softcap, s_aux, position_bias, position_ids, indices (of the keys that each query
+    sees, (B, Sq, n)) and lengths of packed sequences.
     """
     mask, window, bias = attention_mask, extras.get("sliding_window"), extras.get("position_bias")
+    if mask is None:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    else:
+        causal = mask.dim() == 3 or (mask.dim() == 2 and mask.dtype in PACKED)
     _check(module, mask, window, extras)
     eight_bits = _eight_bits(query, key)
     route = f"diyfa in {eight_bits}" if eight_bits else "diyfa"
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     sinks, softcap = extras.get("s_aux"), extras.get("softcap")
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in rows)
     options: dict[str, Any] = {
         "sm_scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0,
-        "sinks": None if sinks is None else sinks.flatten().float(),
-        "causal": causal, "window": (window - 1, window - 1) if window else (-1, -1),
+        "sinks": None if sinks is None else sinks.flatten().float(), "causal": causal, "window": (-1, -1),
     }  # fmt: skip
+    if mask is not None and mask.dim() < 4 and mask.dtype in WINDOW_DTYPES:
+        # Some models pass the configuration's window as it is; the others pass 1 more, as flash_attn counts.
+        is_of_config = window == getattr(getattr(module, "config", None), "sliding_window", None)
+        reach = window if is_of_config and not causal else window - 1
+        options["window"] = (reach, reach)
     if mask is not None and mask.dim() < 4 and mask.dtype not in PACKED:
         if k.shape[1] != mask.shape[1]:
             raise ValueError(
                 f"the mask was made for {mask.shape[1]} keys, but {type(module).__name__} has {k.shape[1]}: a sliding "
                 "cache that records its past is cropped before its next use"
             )
-        # Some models pass the configuration's window as it is; the others pass 1 more, as flash_attn counts.
-        is_of_config = window == getattr(getattr(module, "config", None), "sliding_window", None)
-        if mask.dtype in WINDOW_DTYPES and not causal and is_of_config:
-            options["window"] = (window, window)
-        if mask.dtype in ROOM:
-            keys, mask = (mask.shape[2], None) if mask.dim() == 3 else _cached_on(mask, _room)
+        if mask.dim() == 3:
+            keys = 1 + mask.shape[1] - mask.shape[2]
             k, v = k[:, :keys], v[:, :keys]
             bias = None if bias is None else bias[..., :keys]
-        elif not mask.shape[0]:
+            mask = _cached_on(mask, _seen_rows)
+        if not mask.shape[0]:
             mask = None
     lengths = _packed_lengths(mask, q, k, causal, extras)
     if lengths:
@@ -392,14 +405,14 @@ def attention(
             )
         record(SEAM, f"attention of packed sequences: {route}")
         return _attend_packed(q, k, v, lengths, options, eight_bits), None
-    if mask is not None and mask.dim() == 4:  # complete: it contains causality and window
-        options.update(causal=False, window=(-1, -1))
     out = _attend_one_token(q, k, v, mask, options) if bias is None else None
     if out is not None:
         record(SEAM, "attention of one token: diyfa")
         return out, None
     if mask is not None and mask.dim() == 2:
         mask = mask.bool()[:, None, None, :]
+    if extras.get("indices") is not None:
+        mask = _only(mask, extras["indices"])
     if bias is not None:
         mask = bias if mask is None else bias + mask_as_bias(mask, bias.dtype)
     record(SEAM, f"attention{'' if mask is None else ' with a mask'}: {route}")

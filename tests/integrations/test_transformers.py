@@ -14,10 +14,18 @@ import torch
 import transformers as hf
 from eager_budget import assert_within_budget_of
 from subprocesses import SUPPORT, run_python
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 import diyfa
 from diyfa.integrations import use_in_transformers
-from diyfa.integrations.transformers import _by_number, _by_padding, _by_position, attention, paged_attention
+from diyfa.integrations.transformers import (
+    _by_number,
+    _by_padding,
+    _by_position,
+    attention,
+    make_attention_mask,
+    paged_attention,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
@@ -374,6 +382,134 @@ def test_t5gemma() -> None:
         side_by_side(make, lambda model, i=inputs: model(tokens(), **i).logits)
 
 
+def test_t5gemma2() -> None:
+    """Its decoder joins two masks along the keys, its own and the encoder's."""
+    part = {**DECODER, **LAYERS, "query_pre_attn_scalar": 16}
+    vision = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "image_size": 32, "patch_size": 8,
+    }  # fmt: skip
+    tokens_of_images = {"boi_token_index": 91, "eoi_token_index": 92, "image_token_index": 93}
+    config = lambda: hf.T5Gemma2Config(  # noqa: E731
+        encoder={"text_config": {**part}, "vision_config": vision, "mm_tokens_per_image": 16, **tokens_of_images},
+        decoder={**part}, image_token_index=93, eoi_token_index=92,
+    )  # fmt: skip
+    make, ids = encoder(config, hf.T5Gemma2ForConditionalGeneration), tokens().clamp(max=90)
+    for masked in ("whole", "padded right"):
+        mask = MASKS[masked]
+        inputs = {"decoder_input_ids": ids.flip(1), "use_cache": False}
+        if mask is not None:
+            inputs |= {"attention_mask": mask.long(), "decoder_attention_mask": mask.flip(0).long()}
+        seen = torch.ones(2, 17, dtype=torch.bool) if mask is None else mask.flip(0)
+        side_by_side(make, lambda model, i=inputs, seen=seen: model(ids, **i).logits[seen])
+
+
+def test_moonshine() -> None:
+    """Its decoder says that it is causal only where it has no mask."""
+    config = lambda: hf.MoonshineConfig(  # noqa: E731
+        vocab_size=96, hidden_size=64, intermediate_size=96, encoder_num_hidden_layers=1, decoder_num_hidden_layers=2,
+        encoder_num_attention_heads=4, decoder_num_attention_heads=4, max_position_embeddings=64, pad_token_id=0,
+    )  # fmt: skip
+    make, sound = encoder(config, hf.MoonshineForConditionalGeneration), torch.randn(2, 3000, generator=seeded(0))
+    for masked in ("padded right", "padded left"):
+        mask = MASKS[masked]
+        assert mask is not None
+        inputs = {"decoder_input_ids": tokens(), "decoder_attention_mask": mask.long(), "use_cache": False}
+        side_by_side(make, lambda model, i=inputs, mask=mask: model(sound, **i).logits[mask])
+    found = []
+    for how in ("eager", "diyfa"):
+        model = make(how)
+        encoded = model.model.encoder(sound)
+        cache = hf.EncoderDecoderCache(hf.StaticCache(model.config, max_cache_len=24), hf.DynamicCache())
+        with torch.no_grad():
+            found.append(model(encoder_outputs=encoded, decoder_input_ids=tokens(), past_key_values=cache).logits)
+    torch.testing.assert_close(found[1], found[0], **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32", "GlmMoeDsa"])
+def test_sparse_attention_by_indices(name: str) -> None:
+    """Each query sees the keys that an indexer chose, of those that the mask lets it see."""
+    config = lambda: getattr(hf, f"{name}Config")(  # noqa: E731
+        **{**DECODER, "num_key_value_heads": 4, "head_dim": 8}, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=32,
+        n_group=1, topk_group=1, first_k_dense_replace=2, index_topk=4, index_n_heads=2, index_head_dim=32,
+    )  # fmt: skip
+    make = encoder(config, getattr(hf, f"{name}ForCausalLM"))
+    for masked in ("whole", "padded left", "padded right"):
+        mask = MASKS[masked]
+        inputs = {} if mask is None else {"attention_mask": mask.long()}
+        seen = torch.ones(2, 17, dtype=torch.bool) if mask is None else mask
+        side_by_side(make, lambda model, i=inputs, seen=seen: model(tokens(), use_cache=False, **i).logits[seen])
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[1, :3] = 0
+    options = {"max_new_tokens": 6, "do_sample": False, "disable_compile": True}
+    for cache in ("dynamic", "static"):
+        eager, ours = (
+            make(how).generate(tokens(2, 7), attention_mask=mask, cache_implementation=cache, **options)
+            for how in ("eager", "diyfa")
+        )
+        assert torch.equal(eager, ours)
+
+
+MASK_READERS: dict[str, Callable[[], Any]] = {
+    "DeepseekV4": lambda: hf.DeepseekV4Config(
+        **{**DECODER, "num_key_value_heads": 1}, q_lora_rank=32, qk_rope_head_dim=8, o_lora_rank=32, o_groups=2,
+        layer_types=["compressed_sparse_attention", "heavily_compressed_attention"], sliding_window=5, n_routed_experts=2, num_local_experts=2, num_experts_per_tok=1, moe_intermediate_size=32,
+        index_topk=2, index_n_heads=2, index_head_dim=32,
+    ),
+    "Doge": lambda: hf.DogeConfig(**DECODER, keep_window_size=4),
+    "BigBirdPegasus": lambda: hf.BigBirdPegasusConfig(
+        vocab_size=96, d_model=64, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=96,
+        max_position_embeddings=64, is_decoder=True, is_encoder_decoder=False, pad_token_id=0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("masked", ["whole", "padded left", "padded right", "packed"])
+@pytest.mark.parametrize("name", MASK_READERS)
+def test_models_that_read_their_mask(name: str, masked: str) -> None:
+    """They join it with another, form their own from it, or do not say that they are causal."""
+    make = encoder(MASK_READERS[name], getattr(hf, f"{name}ForCausalLM"))
+    mask, inputs = MASKS[masked], {"use_cache": False}
+    seen = torch.ones(2, 17, dtype=torch.bool) if mask is None else mask
+    if mask is not None:
+        inputs["attention_mask"] = mask.long()
+    if masked == "packed":
+        inputs["position_ids"] = torch.cat([torch.arange(n) for n in (5, 11, 1)]).expand(2, -1)
+    side_by_side(make, lambda model: model(tokens(), **inputs).logits[seen])
+
+
+def test_keys_of_any_strides() -> None:
+    """Convolutions give keys whose features do not lie side by side."""
+    q, k, v = (torch.randn(2, 4, 16, 9, generator=seeded(i)).transpose(2, 3) for i in range(3))
+    found, _ = attention(SimpleNamespace(is_causal=True), q, k, v, None)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(found.transpose(1, 2), want, **TOLERANCE)
+
+
+@pytest.mark.parametrize("mask", [None, MASKS["padded right"], torch.zeros((1, 9), dtype=torch.int32)])
+def test_a_window_that_the_mask_does_not_have(mask: torch.Tensor | None) -> None:
+    """Layers with full masks may hand the configuration's window on, which eager attention does not read."""
+    q, k, v = (torch.randn(2 if mask is None else mask.shape[0], 4, 17, 16, generator=seeded(i)) for i in range(3))
+    if mask is not None and mask.dtype == torch.int32:
+        q, k, v = (x[:, :, :9] for x in (q, k, v))
+    module = SimpleNamespace(is_causal=True)
+    want, _ = attention(module, q, k, v, mask)
+    found, _ = attention(module, q, k, v, mask, sliding_window=3)
+    assert torch.equal(found, want)
+
+
+def test_a_mask_without_its_window() -> None:
+    """The size of a window may stand beside a mask that has none: DiffusionGemma sees both ways, and everything."""
+    arguments = {"config": hf.MistralConfig(**DECODER, sliding_window=5), "local_size": 5}
+    for function in (causal_mask_function, bidirectional_mask_function):
+        skips = {"allow_is_causal_skip": True, "allow_is_bidirectional_skip": True}
+        assert make_attention_mask(2, 9, 9, mask_function=function, **arguments, **skips) is None
+        padding = MASKS["padded right"]
+        found = make_attention_mask(2, 17, 17, mask_function=function, attention_mask=padding, **arguments, **skips)
+        assert found.dtype == torch.bool and torch.equal(found.flatten(1), padding)
+
+
 def test_a_decoder_that_sees_both_ways() -> None:
     config = lambda: hf.MistralConfig(**DECODER, sliding_window=5, is_causal=False)  # noqa: E731
     make, mask = encoder(config, hf.MistralForCausalLM), MASKS["padded left"]
@@ -509,9 +645,10 @@ def test_one_token_that_learns() -> None:
 
 def test_a_position_bias_over_a_partly_filled_cache() -> None:
     q, k, v = (torch.randn(2, 4, n, 16) for n in (3, 17, 17))
-    bias, room = torch.randn(1, 4, 3, 17), torch.empty((0, 17, 9), dtype=torch.int8)
-    found, _ = attention(SimpleNamespace(is_causal=False), q, k, v, room, position_bias=bias)
-    want = torch.nn.functional.scaled_dot_product_attention(q, k[:, :, :9], v[:, :, :9], bias[..., :9])
+    bias, room = torch.randn(1, 4, 3, 17), torch.empty((0, 17, 9), dtype=torch.bool)
+    found, _ = attention(SimpleNamespace(is_causal=True), q, k, v, room, position_bias=bias)
+    causal = torch.full((3, 9), float("-inf")).triu(7)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k[:, :, :9], v[:, :, :9], bias[..., :9] + causal)
     torch.testing.assert_close(found.transpose(1, 2), want, **TOLERANCE)
 
 
@@ -644,7 +781,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match=f"the mask was made for {keys} keys, but Linear has 3"):
             attention(torch.nn.Linear(1, 1), x, x, x, torch.ones((1, keys), dtype=torch.bool))
     with pytest.raises(ValueError, match="the mask was made for 9 keys, but Linear has 3"):
-        attention(torch.nn.Linear(1, 1), x, x, x, torch.empty((0, 9, 3), dtype=torch.int8))
+        attention(torch.nn.Linear(1, 1), x, x, x, torch.empty((0, 9, 7), dtype=torch.bool))
     with pytest.raises(ValueError, match="a mask must be"):
         attention(None, x, x, x, torch.zeros(1, 3, 3))
     model = decoder("Llama", "diyfa")
@@ -689,7 +826,7 @@ def test_attention_in_eight_bits_is_asked_for(quantizing: Any) -> None:
 
 def test_padded_batches_in_eight_bits(quantizing: Any) -> None:
     q, k, v = (torch.randn(2, heads, 40, 16, generator=seeded(heads), device=DEVICE) for heads in (4, 2, 2))
-    padding = torch.arange(40, device=DEVICE) >= torch.tensor([[0], [13]], device=DEVICE)
+    padding = (torch.arange(40, device=DEVICE) >= torch.tensor([[0], [13]], device=DEVICE))[..., None]  # causal
     module = torch.nn.Linear(1, 1)
     with torch.no_grad():
         found, _ = attention(module, *(x.bfloat16() for x in (q, k, v)), padding)

@@ -136,7 +136,7 @@ def test_a_layer_of_transformers(npu: torch.device, padded: bool) -> None:
     module = SimpleNamespace(is_causal=True)
     seen = torch.ones(2, 33, dtype=torch.bool)
     seen[1, :9] = not padded
-    mask = seen.to(npu) if padded else None
+    mask = (seen if padded else seen[:0])[..., None].to(npu, torch.uint8)  # causal, with a window
     bias = torch.zeros(2, 1, 1, 33).masked_fill(~seen[:, None, None], float("-inf"))
     extras = {"sliding_window": 8, "softcap": 3.0, "s_aux": sinks.to(npu), "scaling": 0.2}
     with on_the_host("zeros", "logical_not", "masked_fill_.Scalar") if padded else nullcontext():
@@ -164,9 +164,10 @@ def test_one_token_of_transformers(npu: torch.device) -> None:
     """By the kernels over a cache, as a dynamic or a static one hands its keys on."""
     module, extras = SimpleNamespace(is_causal=True), {"softcap": 3.0, "sliding_window": 20}
     q, k, v = (x.detach() for x in leaves((2, 4, 1, 32), *SHAPES[1:]))
-    found, _ = attention_of_transformers(module, q.to(npu), k.to(npu), v.to(npu), None, **extras)
+    mask = torch.empty((0, k.shape[2], 1), dtype=torch.uint8)  # causal, with a window
+    found, _ = attention_of_transformers(module, q.to(npu), k.to(npu), v.to(npu), mask.to(npu), **extras)
     with diyfa.use_backend("cpu"):
-        want, _ = attention_of_transformers(module, q, k, v, None, **extras)
+        want, _ = attention_of_transformers(module, q, k, v, mask, **extras)
     torch.testing.assert_close(found.cpu(), want, atol=2e-3, rtol=2e-3)
 
 
