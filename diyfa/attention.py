@@ -200,7 +200,8 @@ def attend(
         if packing or q is not unprepared[0] or k is not unprepared[1] or v is not unprepared[2]:
             key, addresses = attention_key((q, k, v), lengths, arguments.values(), optional)
             plan = find(key)
-    three_owners: Any = (*tensors, None, None)[:3] if packing else tensors  # None where fewer tensors pack q, k and v
+    # Three owners: None where fewer tensors pack q, k and v.
+    q_owner, k_owner, v_owner = three_owners = (*tensors, None, None)[:3] if packing else tensors
     if not returns_lse:
         weights = None
     # `weights` needs the state of the dropout mask, which only the checked options have.
@@ -217,7 +218,7 @@ def attend(
             checked = optional_tensors(lengths, options)
             result = ops.run_plan(plan, three_owners, checked, addresses, returns_lse)
         else:
-            result = ops.attend(*three_owners, lengths, options)
+            result = ops.attend(q_owner, k_owner, v_owner, lengths, options)
             result = result if returns_lse else result[0]
         if weights is not None:
             weight_tensor = weights(q, k, result[1], lengths, options) if options.dropout_p else q.new_empty(0)
@@ -327,8 +328,9 @@ def _prepared(
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Return (the tensors, cast for autocast and 4-D if they were 3-D; q, k and v, which are these or their views)."""
     prepared: Any = autocast(*tensors)
-    if layout == "bhsd" and prepared[0].dim() == 3:
-        prepared = _as_4d(*prepared, lengths.seq_lens)
+    if layout == "bhsd" and tensors[0].dim() == 3:
+        q, k, v = prepared
+        prepared = _as_4d(q, k, v, lengths.seq_lens)
     return prepared, _views(packing, prepared, names, layout) if packing else prepared
 
 
@@ -661,7 +663,6 @@ def explain(
     arguments |= unwrapped(owners, arguments)
     validation.check_tensors(**owners)
     gradient_dtype = _gradient_dtype(quantized, owners, arguments)
-    tensors: Any = tuple(owners.values())  # q, k and v, or the values of those that are `Quantized`
     is_over_cache = not (block_table is seqused_k is out is None)
     if is_over_cache and layout != VARLEN:
         raise ValueError(f"block_table, seqused_k and out belong to the layout 'thd', got {layout!r}")
@@ -673,7 +674,7 @@ def explain(
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
             "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "block_table": block_table, "out": out,
         }, return_lse))  # fmt: skip
-    tensors = autocast(*tensors)
+    q, k, v = autocast(*owners.values())  # from here on the values of those that are `Quantized`
     if layout == VARLEN:
         if cu_seqlens_q is None or cu_seqlens_k is None:
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k")
@@ -682,22 +683,22 @@ def explain(
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
         if layout == "bhsd":
-            tensors = _as_4d(*tensors, seq_lens)
+            q, k, v = _as_4d(q, k, v, seq_lens)
         lengths = Lengths(seq_lens=seq_lens)
     if rng_state is None:  # no call is run, so no random numbers are drawn
-        arguments["rng_state"] = torch.empty(2, dtype=torch.int64, device=tensors[0].device)
+        arguments["rng_state"] = torch.empty(2, dtype=torch.int64, device=q.device)
     if score_fn is not None or score_grad_fn is not None or score_tensors != ():
         arguments |= validation.checked_score_function(score_fn, score_tensors, score_grad_fn)
     if mask is not None:
         others = {"layout": layout, "causal": causal, "window": validation.check_window(window)}
-        validation.check_mask(mask, tensors[0], tensors[1], others, "window")
+        validation.check_mask(mask, q, k, others, "window")
         arguments |= {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
     with torch.set_grad_enabled(torch.is_grad_enabled() and gradient_dtype is None):
-        options = checked_options(*tensors, lengths, arguments)
-    explained = _explain_checked(*tensors, lengths, options, backend or "")
+        options = checked_options(q, k, v, lengths, arguments)
+    explained = _explain_checked(q, k, v, lengths, options, backend or "")
     if gradient_dtype is not None:
-        tensors = [torch.empty_like(x, dtype=gradient_dtype) for x in tensors]
-        trained = _explain_checked(*tensors, lengths, options_in_16_bits(options), backend or "")
+        q, k, v = (torch.empty_like(x, dtype=gradient_dtype) for x in (q, k, v))
+        trained = _explain_checked(q, k, v, lengths, options_in_16_bits(options), backend or "")
         explained = replace(explained, backward=trained.backward)
     return explained if mask is None or mask.blocks.is_meta else replace(explained, mask=mask.summary())
 
