@@ -29,8 +29,8 @@ from diyfa.problem import LAYOUTS, VARLEN, as_backward
 from diyfa.straight_through import attend_straight_through, options_in_16_bits
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-# Arguments that few calls have. The key of a call holds all of them, so they are left out unless one is given: that
-# takes a microsecond less.
+# Arguments that few calls have. The key of a call holds all arguments, so leaving these out where none is given saves a
+# microsecond.
 RARE = (
     "q_descale", "k_descale", "v_descale", "k_mean", "v_mean", "out_dtype", "mask", "score_fn", "score_tensors",
     "score_grad_fn",
@@ -144,13 +144,13 @@ def attend(
     """Run one call of a public function -> out, or (out, lse).
 
     1. Form the key of the call from the tensors as they are given, and look its plan up. Packed tensors have none yet.
-    2. Without a plan: pass DTensors and `Quantized` to their own paths. Cast for autocast, make 3-D tensors 4-D, split
-       packed ones. If that gave other tensors, look up the plan of these.
+    2. Without a plan: pass DTensors and `Quantized` to their own functions. Cast for autocast, make 3-D tensors 4-D,
+       split packed ones (`_prepared`). If that gave other tensors, look up the plan of these.
     3. With a plan, check values of lengths and run it. Without, check every argument, make the plan, store it and run
        it. A call that has no key (something traces or transforms it) goes through the operators.
 
-    Below, `tensors` are the values of `owners`, from step 2 on as autocast and `_as_4d` leave them. q, k and v are
-    these, or views of those that pack them. Kernels read q, k and v; autograd gives gradients to `tensors`.
+    Kernels read q, k and v. Autograd gives gradients to `tensors`, of which q, k and v are views if some are packed.
+    From step 2 on, both are what `_prepared` returns.
 
     Args:
         owners: {"q": q, "k": k, "v": v}, or the tensors that pack them: {"q": q, "kv": kv} or {"qkv": qkv}.
@@ -195,16 +195,12 @@ def attend(
             if any(isinstance(x, Quantized) for x in tensors):
                 return _attend_quantized(owners, lengths, returns_lse, arguments, unchecked, words, weights)
             validation.check_tensors(**owners)
-        prepared: Any = autocast(*tensors)
-        if layout == "bhsd" and first.dim() == 3:
-            q, k, v = prepared
-            prepared = _as_4d(q, k, v, lengths.seq_lens)
-        q, k, v = _views(packing, prepared, list(owners), layout) if packing else prepared
-        if packing or q is not tensors[0] or k is not tensors[1] or v is not tensors[2]:
+        unprepared = tensors
+        tensors, (q, k, v) = _prepared(tensors, packing, list(owners), layout, lengths)
+        if packing or q is not unprepared[0] or k is not unprepared[1] or v is not unprepared[2]:
             key, addresses = attention_key((q, k, v), lengths, arguments.values(), optional)
             plan = find(key)
-        tensors = prepared
-    # The owners of q, k and v, None where one tensor packs several.
+    # Three owners: None where fewer tensors pack q, k and v.
     q_owner, k_owner, v_owner = three_owners = (*tensors, None, None)[:3] if packing else tensors
     if not returns_lse:
         weights = None
@@ -327,11 +323,23 @@ def _attend_straight_through(
     return out, lse
 
 
+def _prepared(
+    tensors: tuple[torch.Tensor, ...], packing: str, names: list[str], layout: str, lengths: Lengths
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Return (the tensors, cast for autocast and 4-D if they were 3-D; q, k and v, which are these or their views)."""
+    prepared: Any = autocast(*tensors)
+    if layout == "bhsd" and tensors[0].dim() == 3:
+        q, k, v = prepared
+        prepared = _as_4d(q, k, v, lengths.seq_lens)
+    return prepared, _views(packing, prepared, names, layout) if packing else prepared
+
+
 def _views(packing: str, tensors: tuple[torch.Tensor, ...], names: list[str], layout: str) -> tuple[torch.Tensor, ...]:
-    """Return q, k and v: the tensors, the last of them as views if it packs several, (…, 2 or 3, H, D) -> (…, H, D)."""
-    if not packing:
-        return tensors
-    packed, n_packed = tensors[-1], len(packing)
+    """Return q, k and v. The last tensor has those that `packing` names: (…, 2 or 3, H, D) becomes views (…, H, D).
+
+    `names`: of the tensors, for messages.
+    """
+    packed, n_packed = tensors[-1], len(packing)  # a letter of `packing` for each packed tensor
     if packed.dim() != (4 if layout == VARLEN else 5) or packed.shape[-3] != n_packed:
         leading = "(total" if layout == VARLEN else "(batch, seqlen"
         raise ValueError(
@@ -655,7 +663,6 @@ def explain(
     arguments |= unwrapped(owners, arguments)
     validation.check_tensors(**owners)
     gradient_dtype = _gradient_dtype(quantized, owners, arguments)
-    x, y, z = owners.values()  # tensors: the values of q, k and v where these are `Quantized`
     is_over_cache = not (block_table is seqused_k is out is None)
     if is_over_cache and layout != VARLEN:
         raise ValueError(f"block_table, seqused_k and out belong to the layout 'thd', got {layout!r}")
@@ -667,7 +674,7 @@ def explain(
             "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k,
             "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "block_table": block_table, "out": out,
         }, return_lse))  # fmt: skip
-    x, y, z = autocast(x, y, z)
+    q, k, v = autocast(*owners.values())  # from here on the values of those that are `Quantized`
     if layout == VARLEN:
         if cu_seqlens_q is None or cu_seqlens_k is None:
             raise ValueError("layout 'thd' needs cu_seqlens_q and cu_seqlens_k")
@@ -676,22 +683,22 @@ def explain(
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError(f"cu_seqlens_q and cu_seqlens_k belong to the layout 'thd', got {layout!r}")
         if layout == "bhsd":
-            x, y, z = _as_4d(x, y, z, seq_lens)
+            q, k, v = _as_4d(q, k, v, seq_lens)
         lengths = Lengths(seq_lens=seq_lens)
     if rng_state is None:  # no call is run, so no random numbers are drawn
-        arguments["rng_state"] = torch.empty(2, dtype=torch.int64, device=x.device)
+        arguments["rng_state"] = torch.empty(2, dtype=torch.int64, device=q.device)
     if score_fn is not None or score_grad_fn is not None or score_tensors != ():
         arguments |= validation.checked_score_function(score_fn, score_tensors, score_grad_fn)
     if mask is not None:
         others = {"layout": layout, "causal": causal, "window": validation.check_window(window)}
-        validation.check_mask(mask, x, y, others, "window")
+        validation.check_mask(mask, q, k, others, "window")
         arguments |= {"mask_blocks": mask.blocks, "mask_bits": mask.bits}
     with torch.set_grad_enabled(torch.is_grad_enabled() and gradient_dtype is None):
-        options = checked_options(x, y, z, lengths, arguments)
-    explained = _explain_checked(x, y, z, lengths, options, backend or "")
+        options = checked_options(q, k, v, lengths, arguments)
+    explained = _explain_checked(q, k, v, lengths, options, backend or "")
     if gradient_dtype is not None:
-        x, y, z = (torch.empty_like(tensor, dtype=gradient_dtype) for tensor in (x, y, z))
-        trained = _explain_checked(x, y, z, lengths, options_in_16_bits(options), backend or "")
+        q, k, v = (torch.empty_like(x, dtype=gradient_dtype) for x in (q, k, v))
+        trained = _explain_checked(q, k, v, lengths, options_in_16_bits(options), backend or "")
         explained = replace(explained, backward=trained.backward)
     return explained if mask is None or mask.blocks.is_meta else replace(explained, mask=mask.summary())
 

@@ -57,7 +57,7 @@ def _size(name: str, sizes: Sizes) -> int:
 
 
 class Shape:
-    """The shapes that an optional tensor may have: Shape("H", "B H") allows (H,) and (B, H), and the first is usual."""
+    """The shapes that an optional tensor may have: Shape("H", "B H") allows (H,) and (B, H), and usually is (H,)."""
 
     def __init__(self, *shapes: str) -> None:
         self.shapes = [tuple(shape.split()) for shape in shapes]
@@ -146,7 +146,7 @@ class Captured(Shape):
     """A captured tensor of a score function: any shape, in memory without gaps, for the function adds offsets."""
 
     def allowed_shapes(self, sizes: Sizes) -> list[tuple[int, ...]]:
-        return [(sizes["H"], sizes["Sq"] + sizes["Sk"])]
+        return [(sizes["H"], sizes["Sq"] + sizes["Sk"])]  # an example
 
     def refuses(self, x: torch.Tensor, sizes: Sizes) -> str:
         return "" if x.is_contiguous() else f"be contiguous, got strides {x.stride()}"
@@ -305,7 +305,7 @@ FEATURES = (
     Feature("out_dtype", "str", "out_dtype"),
 )  # fmt: skip
 
-# Features that shapes and dtypes decide: those of q, k and v, and that of `rng_state`.
+# Features that the shapes and dtypes of q, k, v and `rng_state` decide.
 SHAPE_FEATURES = (
     Feature(
         "heads_kv", refusal_name="gqa", is_present=lambda problem: problem.heads_q != problem.heads_kv,
@@ -316,7 +316,7 @@ SHAPE_FEATURES = (
         label="V of another D", example={"head_dim": 192, "head_dim_v": 128},
     ),
     Feature("dropout_origins", problem_field="dropout_origins", refusal_name="dropout_origins"),
-    # With it come the descales and means. They are refused with other dtypes, so that no kernel leaves them out.
+    # It stands for the descales and means, too: `validation.py` refuses them with other dtypes.
     Feature(
         "eight_bits", refusal_name="eight_bits", is_present=lambda problem: problem.dtype in EIGHT_BITS,
         label="float8", example={"dtype": "float8_e4m3fn", "out_dtype": "bfloat16"},

@@ -14,8 +14,9 @@ The path of a call, from the public functions to `Kernel.launch`:
     everything else      attend -> [_Attention.forward] -> forward -> [operator] -> _forward_by_look_up -> _run_forward
                          _Attention.backward -> differentiate -> [operator] -> _backward_by_look_up -> _run_backward
 
-A gradient that is wanted adds `_Attention`, and tracing (or anything else that must see it) adds the operator. The file
-goes through it from right to left: plans, their runs, the operators, autograd, the entrances.
+A call has the steps in brackets only if it needs them: `_Attention` if a gradient is wanted, the operator if something
+(such as tracing) must see it. The file defines the steps from right to left: plans, their runs, the operators,
+autograd, the entrances.
 
 "Owners" are the tensors whose memory q, k and v are: q, k, v themselves, or with `packing` the tensors that pack them.
 """
@@ -64,13 +65,11 @@ from diyfa.validation import check_derivatives
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _INF = float("inf")
-# Behind q, k and v every attention operator takes the rows of `diyfa.features`. `variant` names a forward kernel; the
-# backward pass takes its own kernel of that name, if there is one.
 _FEATURE_GRADIENTS = tuple(feature.gradient for feature in GRADIENTS)
 _NO_TENSORS = (None,) * len(TENSORS)
 _STATE_INDEX = [feature.name for feature in TENSORS].index("rng_state")  # among the optional tensors
 GRADIENT_INDEX = {feature.name: 3 + i for i, feature in enumerate(GRADIENTS)}  # in the result of `differentiate`
-# Packing -> function that gets q, k, v from the tensors that own them; packed ones have 3 or 2 before the heads.
+# Packing -> function that gets q, k, v from their owners. A packed tensor has a dimension of 2 or 3 before the heads.
 UNPACK: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {
     "": lambda q, k, v: (q, k, v),
     "kv": lambda q, kv, _: (q, *kv.unbind(-3)),
@@ -90,7 +89,7 @@ def wants_grad(*tensors: torch.Tensor | None) -> bool:
 
 
 def normalised_window(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-    """Return a window's bounds, -1 for one beyond every key: the last query is at key Sk - 1, the first at Sk - Sq."""
+    """Return a window's bounds, -1 for a bound that hides no key. Queries are aligned with keys Sk - Sq to Sk - 1."""
     return -1 if 0 < left >= seqlen_k else left, -1 if 0 < right >= seqlen_q > 0 else right
 
 
@@ -175,8 +174,11 @@ def plan_of(
 def operator_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths, options: AttentionOptions
 ) -> tuple[Plan, list[int]]:
-    """Return the plan of a call that comes through an operator, and the addresses of its tensors: the second entrance
-    to `plan_of`. A plan that is new, as all are for calls without a key, reads no addresses."""
+    """Return the plan of a call that comes through an operator, and the addresses of its tensors.
+
+    The addresses may be incomplete if the call has no key. Its plan is then new, and the first run of a plan reads no
+    addresses.
+    """
     optional = optional_tensors(lengths, options)
     key, addresses = attention_key((q, k, v), lengths, (registry.forced_backend(), *options), optional)
     plan = find(key)
@@ -290,7 +292,7 @@ def _empty_gradients(
         grads = (torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype), torch.empty_like(v, dtype=dtype))
         return list(grads), grads
     first = q if packing == "qkv" else k
-    n_packed = len(packing)
+    n_packed = len(packing)  # a letter for each packed tensor
     packed = first.new_empty((*first.shape[:-2], n_packed, *first.shape[-2:]), dtype=dtype)
     slices = packed.unbind(-3)
     if packing == "qkv":
@@ -396,6 +398,8 @@ def _run_backward(
 
 # ---- The operators: here alone a call is flat ------------------------------------------------------------------------
 
+# Behind q, k and v every attention operator takes the rows of `diyfa.features` (SCHEMA). `variant` names a forward
+# kernel. The backward pass takes its own kernel of that name, if there is one.
 _SAVED = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _lib = torch.library.Library("diyfa", "DEF")
 _lib.define(f"attention_fwd(Tensor q, Tensor? k, Tensor? v, str packing, {SCHEMA}) -> (Tensor out, Tensor lse)")
@@ -562,7 +566,7 @@ _apply_unseen = direct_apply(_Attention)
 
 def _by_argument(call: Plan | _Unplanned, results: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """Return the results of a backward pass, one for each argument of `_Attention.forward`."""
-    gradients = (*results[:3], None, None, None)
+    gradients = (*results[:3], None, None, None)  # none of call, return_lse and addresses
     if not call.names:
         return gradients
     feature_gradients = dict(zip(DIFFERENTIABLE, results[3:], strict=True))
@@ -585,8 +589,11 @@ def _apply(q: Any, k: Any, v: Any, lengths: Lengths, options: AttentionOptions) 
 
 
 def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any) -> Pair:
-    """Run the operator under autograd, in a traced program. It may be trained although it was traced without gradients,
-    or the other way round."""
+    """Run the operator under autograd, in a traced program.
+
+    The inputs decide whether gradients are wanted, not the options: a program may be traced without gradients and then
+    trained, or the other way round.
+    """
     if differentiates_forward() or wants_grad(q, k, v, *tensors_among(features)):
         lengths, options = unpack(features, packing)
         asked = [gate for name, gate in DIFFERENTIABLE.items() if gate and wants_grad(getattr(options, name))]
@@ -602,12 +609,12 @@ def _attention_fwd_autograd(q: Any, k: Any, v: Any, packing: str, *features: Any
 def _attention_bwd_autograd(*arguments: Any) -> Any:
     """Run the backward operator. Differentiating its results is an error."""
 
-    @once_differentiable
-    def below(_: None, *arguments: Any) -> Any:
+    @once_differentiable  # it is for methods of autograd functions, whose first argument is their context
+    def call(_context: None, *arguments: Any) -> Any:
         with below_autograd():
             return _bwd(*arguments)
 
-    return below(None, *arguments)
+    return call(None, *arguments)
 
 
 _lib.impl("attention_fwd", _attention_fwd_autograd, "Autograd")
@@ -626,15 +633,15 @@ def run_plan(
 ) -> Any:
     """Run a call that `plan` was made for -> out, or (out, lse). `owners`: three, None where fewer pack q, k and v.
 
-    `optional`: the tensors of the call in the order of the table, or () if none is given. `addresses`: those of q, k, v
-    come first.
+    `optional`: all optional tensors or None, in the order of the table, or () if none is given. `addresses`: those of
+    q, k and v, then perhaps others.
     """
     present: Sequence[torch.Tensor] = ()
     if plan.names:
         present = [x for x in optional if x is not None]
         if len(present) != len(plan.names):
-            # The call has dropout and no state was given: it draws one. Or one was given, but without dropout nothing
-            # reads it. Tensors after it in the table keep their places.
+            # Only `rng_state` can differ from the plan. With dropout and no state, draw one. Without dropout nothing
+            # reads a given state: leave it out.
             tensors = list(optional or _NO_TENSORS)
             tensors[_STATE_INDEX] = new_rng_state(owners[0].device) if tensors[_STATE_INDEX] is None else None
             present = [x for x in tensors if x is not None]

@@ -73,29 +73,6 @@ class AttentionOptions(NamedTuple):
     packing: str = ""
 
 
-# ---- Read from the table -------------------------------------------------------------------------------------------
-
-SCHEMA = ", ".join(f"{feature.schema} {feature.name}" for feature in FEATURES)
-NAMES = tuple(feature.name for feature in FEATURES)
-LENGTHS = Lengths._fields
-# Name of each tensor that may want a gradient -> the option that asks for it, "" if none has to.
-DIFFERENTIABLE = {feature.name: feature.gradient_if for feature in GRADIENTS}
-CHECKED_TENSORS = {feature.name: feature for feature in TENSORS if feature.shape is not None}
-_TENSOR_NAMES = tuple(feature.name for feature in TENSORS)
-_FIELDS = (*LENGTHS, *AttentionOptions._fields)
-
-
-_PROBLEM_FEATURES = [feature for feature in FEATURES if feature.problem_field]
-_option_values = itemgetter(*[_FIELDS.index(feature.name) for feature in _PROBLEM_FEATURES])
-_problem_names = [feature.problem_field for feature in _PROBLEM_FEATURES]
-_problem_rules = [  # (field, rule, value of the field without a tensor)
-    (feature.problem_field, feature.to_problem_value, feature.to_problem_value(None) if feature.dtypes else None)
-    for feature in _PROBLEM_FEATURES
-    if feature.to_problem_value is not None
-]
-_preparations = [feature.prepared for feature in TENSORS]
-
-
 ACTIVATIONS = ("relu", "gelu", "silu")
 
 
@@ -117,6 +94,28 @@ MATMUL_SCHEMA = (
     "int[]? block, bool autotune, str precision, ScalarType compute_dtype, ScalarType out_dtype, str? activation, "
     "str variant, bool is_backward, str backend"
 )
+
+# ---- Read from the table -------------------------------------------------------------------------------------------
+
+SCHEMA = ", ".join(f"{feature.schema} {feature.name}" for feature in FEATURES)
+NAMES = tuple(feature.name for feature in FEATURES)
+LENGTHS = Lengths._fields
+# Name of each tensor that may want a gradient -> the option that asks for it, "" if none has to.
+DIFFERENTIABLE = {feature.name: feature.gradient_if for feature in GRADIENTS}
+CHECKED_TENSORS = {feature.name: feature for feature in TENSORS if feature.shape is not None}
+_TENSOR_NAMES = tuple(feature.name for feature in TENSORS)
+_FIELDS = (*LENGTHS, *AttentionOptions._fields)
+
+
+_PROBLEM_FEATURES = [feature for feature in FEATURES if feature.problem_field]
+_option_values = itemgetter(*[_FIELDS.index(feature.name) for feature in _PROBLEM_FEATURES])
+_problem_names = [feature.problem_field for feature in _PROBLEM_FEATURES]
+_problem_rules = [  # (field, rule, value of the field without a tensor)
+    (feature.problem_field, feature.to_problem_value, feature.to_problem_value(None) if feature.dtypes else None)
+    for feature in _PROBLEM_FEATURES
+    if feature.to_problem_value is not None
+]
+_preparations = [feature.prepared for feature in TENSORS]
 
 
 # The next four functions name each field, in the order of the table: torch.compile does not trace loops over the table.

@@ -9,8 +9,7 @@ packed lengths and page tables that lie on the CPU at each call.
 A call has a plan if only eager execution sees it: nothing traces, transforms or profiles it, and its tensors are no
 subclasses. It then bypasses the operators of `ops.py`, whose schema of two dozen arguments costs as much as the launch.
 
-A recording (`recording`) runs calls on tensors without memory, to learn what they would launch. It has plans of its
-own.
+A recording (`recording`) runs calls on tensors without memory, to learn what they would launch. It has its own plans.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from diyfa.problem import AttentionProblem, Backend, Kernel, MatmulProblem, Matm
 from diyfa.torch_private import is_batch_of_gradients, is_deterministic, is_unseen
 from diyfa.validation import memory_span
 
-# Result of `Kernel.repeat`. It runs a call again with other tensors: it replaces addresses in launches that are
-# prepared. Returns None if it cannot.
+# Result of `Kernel.repeat`: a function that runs a call again with other tensors, by replacing the addresses in
+# prepared launches. It returns None if it cannot.
 Repeat = Callable[..., Any]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors of other types intercept operations
 
@@ -164,8 +163,11 @@ def recording() -> Iterator[None]:
 
 
 def runs_eagerly(*tensors: torch.Tensor) -> bool:
-    """Return whether a call with these inputs may bypass the operators: nothing sees it (`is_unseen`), no gradient is
-    wanted, and all are tensors of no subclass whose memory holds their values."""
+    """Return whether a call with these inputs may bypass the operators and autograd.
+
+    It may if nothing sees it (`is_unseen`), no gradient is wanted, no input is of a subclass, and each input's memory
+    holds its values.
+    """
     if torch.compiler.is_compiling():
         return False
     wants_grad = torch.is_grad_enabled()
@@ -186,7 +188,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 
 def may_be_read(x: Any) -> bool:
-    """Return whether x is a tensor whose values may be read at its address."""
+    """Return whether x is a tensor of no subclass whose memory holds its values."""
     return type(x) in _PLAIN and x.layout is torch.strided and not x.is_neg() and not is_batch_of_gradients(x)
 
 
@@ -214,7 +216,7 @@ def call_key(tensors: tuple[Any, ...], scalars: Hashable) -> tuple[Hashable | No
                 addresses.append(address)
                 # Kernels are compiled for aligned or any addresses.
                 key.append((x.shape, x.stride(), x.dtype, x.device, address & 15, wants_grad and x.requires_grad))
-            else:  # the memory does not hold the values themselves
+            else:  # a subclass, or memory that does not hold the values themselves
                 return None, addresses
     except RuntimeError:  # a tensor without strides or address, such as a sparse one: the checks refuse it
         return None, addresses

@@ -12,11 +12,14 @@ adds its contribution to them, and a last hop brings them to the shard's owner. 
 pass, given the final output and log-sum-exp. With these p = exp(s - lse) are the weights of the whole row, so the
 gradients of the steps are just added.
 
-Common key, for float32 inputs: keys may have a large vector in common. Softmax does not depend on it, but each
-log-sum-exp L grows with it, and L has an error of L·2**-24. So have the merge weights and the output. Then
-delta = rowsum(dout * out) does not fit the weights p of the backward pass, and a row of dS sums to a small number
-instead of zero. dq = dS k contains that number times the common vector. So the ring subtracts the vector from the keys
-first (`common_key`), and adds its part to the returned log-sum-exp.
+Common key, for float32 inputs: keys may have a large vector in common.
+
+1. Softmax does not depend on this vector, but each log-sum-exp L grows with it, and L has an error of L·2**-24.
+2. The merge weights exp(L - lse) and the output get this error, so delta = rowsum(dout * out) does not fit the weights
+   p of the backward pass: a row of dS sums to a small number instead of zero.
+3. dq = dS k contains that small number times the large vector.
+
+So the ring subtracts the vector from the keys (`common_key`), and adds its scores to the returned log-sum-exp.
 """
 
 from __future__ import annotations
@@ -121,8 +124,8 @@ def _origins(ring: Ring, call: Call, q: torch.Tensor) -> list[tuple[int, int, in
 def has_common_key(ranks: int, k: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> bool:
     """Return whether the ring subtracts a `common_key`.
 
-    A softcap or sinks forbid it: a softcap bounds L itself, and a sink is no product with a key. Other dtypes than
-    float32 do not need it: the rounding of their inputs is far larger.
+    Not with a softcap, which bounds L itself, nor with sinks, which are no product with a key. Not for other dtypes
+    than float32: the rounding of their inputs is far larger.
     """
     return k.dtype == torch.float32 and ranks > 1 and not softcap and sinks is None
 
@@ -191,7 +194,7 @@ def ring_forward(
         transfer = _Transfer(ring.group, [(following.shift - step.shift, current_kv)]) if following else None
         try:
             forward_step(ring, step, q, current_kv, sinks, merged)
-        finally:  # kernels refuse a call on all ranks alike: receive here, too, so that no message meets the next call
+        finally:  # also if a kernel refuses the call, as it does on all ranks: no message may be left for the next call
             if transfer:
                 (current_kv,) = transfer.wait()
     out, lse = merged.result()

@@ -8,10 +8,10 @@ bound is negative.
 
 Adjacent blocks without a mask are joined. So a causal zigzag takes one call a step: all queries with the first half of
 the keys, or the second half of the queries with all keys. Blocks of packed sequences with equal masks are one packed
-call. Rows between two of its blocks become a sequence without keys, and keys between them one without queries.
+call. Rows between two blocks of the call become a sequence without keys, and keys between them one without queries.
 
-Dropout needs the position of each call's rows and keys in their sequence. So with `separate_blocks` no blocks are
-joined; only segments of a rank that are adjacent in their sequence are.
+Dropout needs the position of each call's rows and keys in their sequence. So `separate_blocks` joins no blocks. It
+joins only segments of one rank that are adjacent in their sequence.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ NOWHERE = Origin(0, 0, 0)  # for sequences without keys or without queries
 
 
 class Block(NamedTuple):
-    """A rectangle of the score matrix. A row counts from the first that its owner holds; a range is [first, last)."""
+    """A rectangle of the score matrix. A range is [first, end), counted from the first row of a rank's shard."""
 
-    queries: Range  # of this rank's rows
-    keys: Range  # of the key owner's rows
+    queries: Range  # in this rank's shard
+    keys: Range  # in the shard of the rank that owns the keys
     window: tuple[int, int]  # (left, right); -1: unbounded
-    has_diagonal: bool  # contains every query's own key. Each row has one such block: it adds the sink
+    has_diagonal: bool  # contains the key at each query's own position. A row has one such block, which adds the sink
     origin: Origin
 
     @property
@@ -71,26 +71,27 @@ class Step(NamedTuple):
 
 
 def _block(q: Segment, k: Segment, q_row: int, k_row: int, window: tuple[int, int], packed: bool) -> Block | None:
-    """Return the block of two segments, cut to what the mask shows, or None if it shows nothing.
+    """Return the block of two segments without the rows and keys that the mask hides, or None if none remain.
 
-    Bounds that hide nothing become -1, so that blocks can be joined. A packed sequence's block on its own keys keeps
-    its bounds: they are equal for all sequences, which then make one call.
+    `q_row`, `k_row`: first rows of the segments in their shards. Bounds that hide nothing become -1, so that blocks can
+    be joined. A packed sequence's block on its own keys keeps its bounds: they are equal for all sequences, which then
+    make one call.
     """
     left, right = window
-    q_first, q_last, k_first, k_last = q.start, q.stop, k.start, k.stop
+    q_begin, q_end, k_begin, k_end = q.start, q.stop, k.start, k.stop  # positions in the sequence
     if left >= 0:
-        k_first, q_last = max(k_first, q.start - left), min(q_last, k.stop + left)
+        k_begin, q_end = max(k_begin, q.start - left), min(q_end, k.stop + left)
     if right >= 0:
-        k_last, q_first = min(k_last, q.stop + right), max(q_first, k.start - right)
-    if q_first >= q_last or k_first >= k_last:
+        k_end, q_begin = min(k_end, q.stop + right), max(q_begin, k.start - right)
+    if q_begin >= q_end or k_begin >= k_end:
         return None
-    distance = q_last - k_last  # from the block's last key to its last query
+    distance = q_end - k_end  # from the block's last key to its last query
     if not (packed and q == k):
-        left = -1 if left < 0 or left - distance >= k_last - k_first - 1 else left - distance
-        right = -1 if right < 0 or right + distance >= q_last - q_first - 1 else right + distance
+        left = -1 if left < 0 or left - distance >= k_end - k_begin - 1 else left - distance
+        right = -1 if right < 0 or right + distance >= q_end - q_begin - 1 else right + distance
     return Block(
-        (q_row + q_first - q.start, q_row + q_last - q.start), (k_row + k_first - k.start, k_row + k_last - k.start),
-        (left, right), q == k, Origin(q.sequence, q_first, k_first),
+        (q_row + q_begin - q.start, q_row + q_end - q.start), (k_row + k_begin - k.start, k_row + k_end - k.start),
+        (left, right), q == k, Origin(q.sequence, q_begin, k_begin),
     )  # fmt: skip
 
 
@@ -137,13 +138,13 @@ def _by_sequence(segments: Segments) -> dict[int, list[tuple[Segment, int]]]:
 def score_blocks(
     queries: Segments, keys: Segments, window: tuple[int, int], packed: bool, separate_blocks: bool = False
 ) -> list[Block]:
-    """Return the blocks of the score matrix of one rank's queries and another's keys."""
+    """Return the blocks of the score matrix of one rank's queries and the keys of the same or another rank."""
     blocks = []
     by_sequence = _by_sequence(keys)
     for sequence, query_segments in _by_sequence(queries).items():
         key_segments = by_sequence.get(sequence, [])
-        # On its own keys a rank needs one block: its segments ascend by position, so the causal mask by rows of the
-        # shard is the one by positions.
+        # A causal call on the rank's own keys needs one block: segments ascend by position, so the causal mask of the
+        # shard's rows is that of the positions.
         if query_segments == key_segments and window == (-1, 0) and (len(query_segments) == 1 or not separate_blocks):
             rows = query_segments[0][1], query_segments[-1][1] + query_segments[-1][0].rows
             start = query_segments[0][0].start
@@ -186,18 +187,18 @@ def _calls(blocks: list[Block], packed: bool) -> tuple[Call, ...]:
     calls = []
     in_order = sorted(blocks, key=lambda block: (not block.has_diagonal, block.window, block.queries, block.keys))
     for _, group in groupby(in_order, lambda block: (block.has_diagonal, block.window)):
-        ascending: list[list[Block]] = []  # chains of blocks, each of them one call
+        chains: list[list[Block]] = []  # blocks that become one call, ascending in rows and in keys
         for block in group:
-            for chain in ascending:
+            for chain in chains:
                 last = chain[-1]
                 gap_rows, gap_keys = block.queries[0] - last.queries[1], block.keys[0] - last.keys[1]
-                # Rows between two blocks would add the sink, too. So blocks that add it must leave none.
+                # Rows between two blocks would add the sink, too. So blocks that add it may have no rows between them.
                 if gap_keys >= 0 and (gap_rows == 0 if block.has_diagonal else gap_rows >= 0):
                     chain.append(block)
                     break
             else:
-                ascending.append([block])
-        calls += [_packed(chain) for chain in ascending]
+                chains.append([block])
+        calls += [_packed(chain) for chain in chains]
     return tuple(calls)
 
 

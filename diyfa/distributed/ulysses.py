@@ -8,7 +8,7 @@ A rank has its own rows with all heads (a shard), or all rows with its own heads
 
 If the number of ranks does not divide that of KV heads, each KV head is repeated until it does. The least common
 multiple of KV heads and ranks is enough; it divides the query heads. Tensors with a number for each query head, such as
-sinks, are not exchanged: `local_heads` takes a rank's part of them, and `with_zero_heads` inverts it for gradients.
+sinks, are not exchanged: `local_heads` returns those of a rank's heads, and `with_zero_heads` inverts it for gradients.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Exchange(NamedTuple):
         `dims`: for each tensor, the dimension to cut and the dimension to join.
         """
         ranks = dist.get_world_size(self.group)
-        arrived = []  # (index in `tensors`, result)
+        results = []  # (index in `tensors`, result)
         for dtype in dict.fromkeys(x.dtype for x in tensors):  # one message for tensors of one dtype
             same_dtype = [n for n, x in enumerate(tensors) if x.dtype == dtype]
             cuts, joins = ([dims[n][i] for n in same_dtype] for i in (0, 1))
@@ -90,8 +90,8 @@ class _Exchange(NamedTuple):
             dist.all_to_all_single(received, sent, group=self.group)
             sizes = [x[0].numel() for x in pieces]
             for n, x, piece, join in zip(same_dtype, received.split(sizes, 1), pieces, joins, strict=True):
-                arrived.append((n, x.reshape(piece.shape).movedim(0, join).flatten(join, join + 1)))
-        return [x for _, x in sorted(arrived, key=lambda pair: pair[0])]
+                results.append((n, x.reshape(piece.shape).movedim(0, join).flatten(join, join + 1)))
+        return [x for _, x in sorted(results, key=lambda pair: pair[0])]
 
 
 def refuses(heads: int, ranks: int) -> str | None:
@@ -145,6 +145,7 @@ class Ulysses(NamedTuple):
 
     @staticmethod
     def _padded(tensors: list[torch.Tensor]) -> list[Any]:
+        """Return a pair of tensors, the second None if there is only one."""
         return [*tensors, None] if len(tensors) == 1 else tensors
 
     def local_heads(self, x: torch.Tensor | None) -> torch.Tensor | None:

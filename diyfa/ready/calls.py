@@ -42,7 +42,7 @@ _tensor_numbers = count(1)
 def empty(*shape: int, dtype: torch.dtype = torch.int32, grad: bool = False) -> torch.Tensor:
     """Return a tensor without memory, at an address of its own: diyfa tells caches apart by their addresses.
 
-    An address is an offset into storage that does not exist; tensors lie 2^36 elements or more apart.
+    An address is an offset into storage that does not exist. Each tensor begins at a multiple of 2^36 elements.
     """
     begin, elements = next(_tensor_numbers) << 36, math.prod(shape)
     if elements >= 1 << 48:
@@ -80,7 +80,7 @@ class Rows(NamedTuple):
 
 
 def _name(*words: object, **options: Any) -> str:
-    """Return the description from which `words.py` makes the same call."""
+    """Return the description from which `words.py` makes the same call. Words that are "" are left out."""
     for name, value in options.items():
         shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value).removeprefix("torch.")
         words = (*words, name if value is True else f"{name}={shown}")
@@ -95,9 +95,9 @@ def attention(
 ) -> Call:
     """Return a call of attention, with its backward pass if `backward`.
 
-    `options` are those of `flash_attention`. True stands for a tensor, a bias is given by the letters of its
-    dimensions, as in "1hqk", and a block mask by the queries and keys of a block. With `out_dtype` the output is
-    partial and is merged with others. `packed`: sequences have `rows.queries` rows on average and at most `longest`."""
+    `options` are those of `flash_attention`. True stands for a tensor, the letters of its dimensions (as in "1hqk") for
+    a bias, and the queries and keys of a block for a block mask. `out_dtype`: the call is a step of a ring, whose
+    output is merged with others. `packed`: sequences have `rows.queries` rows on average and at most `longest`."""
 
     def run() -> None:
         (b, m, n), (d, _, h, hk), dv = rows, heads, heads.value_head_dim
@@ -130,7 +130,7 @@ def attention(
             checked = checked._replace(out_dtype=partial_dtype)
             q, k, v = q.detach(), k.detach(), v.detach()
             out, lse = forward(q, k, v, NO_LENGTHS, checked)
-            if backward:  # its input is the merged output, which has the dtype of q
+            if backward:  # the backward pass gets the merged output, which has the dtype of q
                 out = out.to(dtype)
                 differentiate((torch.empty_like(out), None), (q, k, v), (out, lse), NO_LENGTHS, checked)
             return
@@ -146,10 +146,13 @@ def attention(
 def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: bool = False, **options: Any) -> Call:
     """Return a call of attention over a cache of `rows.keys` keys.
 
-    Options besides those of `flash_attn_with_kvcache`: the number of `new` keys, the number of `rotary` features,
-    `latent`, `float8`. `packed`: the queries are packed, `rows.queries` for each sequence on average and at most
-    `longest`. Without pages the keys are then packed as well, as Transformers packs padded batches: with `cu_seqlens_k`
-    and without `seqused_k`, which selects other kernels.
+    Options besides those of `flash_attn_with_kvcache`:
+
+    * `new`: number of new keys; `rotary`: number of rotary features;
+    * `latent`: the values are the first features of the keys; `float8`: the cache is float8;
+    * `packed`: the queries are packed, `rows.queries` for each sequence on average and at most `longest`. Without pages
+      the keys are packed, too, as Transformers packs padded batches: with `cu_seqlens_k` and without `seqused_k`, which
+      selects other kernels.
     """
 
     def run() -> None:
@@ -184,7 +187,7 @@ def cache(heads: Heads, rows: Rows, dtype: torch.dtype, page: int = 0, packed: b
     return Call(_name("cache", dtype, heads, rows, *words, **options), run)
 
 
-def in_the_mode(call: Call) -> Call:
+def in_batch_invariant_mode(call: Call) -> Call:
     """Return the call inside `batch_invariant()`."""
 
     def run() -> None:
@@ -227,9 +230,9 @@ MASKS: dict[str, Callable[[int], tuple[masks.MaskFunction, ...]]] = {
 
 
 def masking(name: str, length: int) -> Call:
-    """Return a call that makes block masks of `length` queries and keys, in blocks of 128: of ids in each dtype.
+    """Return a call that makes the block masks `MASKS[name]` of `length` queries and keys, in blocks of 128.
 
-    It does nothing where PyTorch's operators make masks: there is nothing to compile.
+    It does nothing if PyTorch's operators make masks: there is nothing to compile.
     """
 
     def run() -> None:
@@ -253,12 +256,15 @@ def grouped(heads: Heads, queries: int = 32, keys: int = 8) -> Heads:
     return heads._replace(queries=queries, keys=keys)
 
 
-# Sizes for which tables of tiles have different rows: one tile, too small for descriptors to pay off, the same with
-# longer sequences, many short ones, fewer tiles than multiprocessors, one long sequence, more tiles, long sequences.
-SHORT, TINY, SMALL, MANY, FEW_TILES, SINGLE, MEDIUM, LARGE = (
-    Rows(64, 64, 64), Rows(1, 96, 96), Rows(1, 256, 256), Rows(16, 256, 256), Rows(1, 1024, 1024), Rows(1, 4096, 4096),
-    Rows(4, 2048, 2048), Rows(8, 4096, 4096),
-)  # fmt: skip
+# Sizes for which the tables of tiles have different rows.
+SHORT = Rows(64, 64, 64)  # a sequence is one tile
+TINY = Rows(1, 96, 96)  # too small for descriptors to pay off
+SMALL = Rows(1, 256, 256)  # likewise, with a longer sequence
+MANY = Rows(16, 256, 256)
+FEW_TILES = Rows(1, 1024, 1024)  # fewer tiles than multiprocessors
+SINGLE = Rows(1, 4096, 4096)
+MEDIUM = Rows(4, 2048, 2048)
+LARGE = Rows(8, 4096, 4096)
 # Keys that end inside a block: long sequences, sentences, windows of images.
 RAGGED, SENTENCES, WINDOWS = Rows(3, 1000, 1003), Rows(2, 77, 77), Rows(256, 49, 49)
 # Packed batches: many sequences of up to 48 tokens, or one of 350 or 700.
@@ -338,28 +344,24 @@ def training() -> Iterator[Call]:
         yield attention(heads, rows, dtype, backward=False, causal=True)
 
 
-# Heads of language models that are served: like Llama's, with a head dim of 64, with as many KV heads as query heads
-# (OLDER), and those of Phi, Gemma and gpt-oss. DEEPSEEK: one latent KV head.
-LLAMA, SMALLER, OLDER, SMALLER_OLDER, PHI, GEMMA, OSS = (
-    grouped(D128), grouped(D64), grouped(D128, 32, 32), grouped(D64, 32, 32), grouped(D96, 32, 32), grouped(D256, 8, 4),
-    grouped(D64, 64, 8),
-)  # fmt: skip
-DEEPSEEK = Heads(576, 512, 128, 1)
-# Queries over a cache: one token of one, some and many sequences (DECODING), several tokens (SEVERAL), long prompts or
-# chunks of them (CHUNKS).
+# Heads of language models that are served.
+LLAMA, LLAMA_D64 = grouped(D128), grouped(D64)
+MHA, MHA_D64 = grouped(D128, 32, 32), grouped(D64, 32, 32)  # as many KV heads as query heads
+PHI, GEMMA, OSS = grouped(D96, 32, 32), grouped(D256, 8, 4), grouped(D64, 64, 8)  # OSS: gpt-oss
+DEEPSEEK = Heads(576, 512, 128, 1)  # one latent KV head
+# Queries over a cache: one token (DECODING), several tokens (SEVERAL), prompts or chunks of prompts (CHUNKS).
 DECODING = (Rows(1, 1, 8192), Rows(16, 1, 8192), Rows(64, 1, 8192), Rows(256, 1, 4096))
 SEVERAL = (Rows(1, 8, 8192), Rows(16, 8, 8192), Rows(64, 8, 8192), Rows(256, 8, 4096), Rows(16, 32, 8192))
 CHUNKS = (Rows(1, 128, 8192), Rows(16, 64, 1024), Rows(16, 128, 1024), Rows(4, 2048, 8192))
 SERVED = (*DECODING, *CHUNKS)
-FEW_QUERIES = tuple(Rows(4, queries, 8192) for queries in (2, 4, 8, 16, 32))  # short prompts, guessed tokens
-# Several tokens, as speculative decoding has them (GUESSED); short caches (FEW_KEYS).
-GUESSED = (
+# Several tokens, as speculative decoding has them (SPECULATIVE); short caches (FEW_KEYS).
+SPECULATIVE = (
     Rows(1, 2, 1024), Rows(4, 2, 8192), Rows(64, 2, 8192), Rows(200, 2, 8192), Rows(16, 4, 8192), Rows(64, 4, 8192),
     Rows(200, 4, 8192), Rows(32, 16, 8192), Rows(64, 16, 8192), Rows(256, 16, 4096),
 )  # fmt: skip
 FEW_KEYS = (Rows(4, 1, 1024), Rows(24, 1, 1024), Rows(100, 1, 1024), Rows(200, 1, 2048))
 # SLIDING, under the names of `flash_attn_with_kvcache`.
-LOOKED_BACK = {"window_size": (1023, 0), "causal": True}
+CACHE_SLIDING = {"window_size": (1023, 0), "causal": True}
 
 
 class CacheRow(NamedTuple):
@@ -380,24 +382,26 @@ class CacheRow(NamedTuple):
 # Batches in which some sequences have one token and others many: options, and rows (the average).
 MIXED, BATCHED = CAUSAL | {"longest": 512}, (Rows(1, 32, 8192), *DECODING[1:2], Rows(32, 1, 8192), DECODING[3])
 SERVING = (
-    CacheRow((CAUSAL,), (LLAMA, SMALLER), pages=(0, 16, 64, 256), dtypes=HALVES),
-    CacheRow((CAUSAL,), (LLAMA, SMALLER, grouped(D128, 64), OSS), (*SEVERAL, *GUESSED), (0, 16, 64, 256), BOTH),
-    CacheRow((CAUSAL,), (grouped(D128, 8, 1), grouped(D64, 8, 1)), (*SEVERAL, *GUESSED), (16,)),
-    CacheRow((CAUSAL,), (OLDER, SMALLER_OLDER), (*FEW_KEYS, *CHUNKS, *SEVERAL, *GUESSED), (0, 16, 64, 256), BOTH),
-    CacheRow((FULL,), (LLAMA, SMALLER, OLDER), DECODING, (0, 256)),  # the default of `flash_attn_with_kvcache`
+    CacheRow((CAUSAL,), (LLAMA, LLAMA_D64), pages=(0, 16, 64, 256), dtypes=HALVES),
+    CacheRow((CAUSAL,), (LLAMA, LLAMA_D64, grouped(D128, 64), OSS), (*SEVERAL, *SPECULATIVE), (0, 16, 64, 256), BOTH),
+    CacheRow((CAUSAL,), (grouped(D128, 8, 1), grouped(D64, 8, 1)), (*SEVERAL, *SPECULATIVE), (16,)),
+    CacheRow((CAUSAL,), (MHA, MHA_D64), (*FEW_KEYS, *CHUNKS, *SEVERAL, *SPECULATIVE), (0, 16, 64, 256), BOTH),
+    CacheRow((FULL,), (LLAMA, LLAMA_D64, MHA), DECODING, (0, 256)),  # the default of `flash_attn_with_kvcache`
     CacheRow((CAUSAL,), (LLAMA,), (*SERVED, SEVERAL[1]), (16, 64, 256), (True,), HALVES),
     CacheRow((MIXED,), (LLAMA,), BATCHED, (16, 64, 256), (True,)),
-    CacheRow((CAUSAL,), (SMALLER,), pages=(16, 64, 256), packed=(True,)),
-    CacheRow((MIXED,), (SMALLER,), BATCHED, (16,), (True,)),
-    CacheRow((CAUSAL,), (LLAMA._replace(keys=4), SMALLER._replace(keys=4)), (Rows(40, 1, 8192),), (16,), BOTH, HALVES),
-    CacheRow((CAUSAL,), (OLDER, PHI, GEMMA)),
-    CacheRow((LOOKED_BACK,), (LLAMA,), pages=(0, 16), packed=BOTH),
-    CacheRow((GEMMA2, LOOKED_BACK | {"softcap": 50.0}), (GEMMA,), pages=(0, 16), packed=BOTH),
+    CacheRow((CAUSAL,), (LLAMA_D64,), pages=(16, 64, 256), packed=(True,)),
+    CacheRow((MIXED,), (LLAMA_D64,), BATCHED, (16,), (True,)),
+    CacheRow(
+        (CAUSAL,), (LLAMA._replace(keys=4), LLAMA_D64._replace(keys=4)), (Rows(40, 1, 8192),), (16,), BOTH, HALVES
+    ),
+    CacheRow((CAUSAL,), (MHA, PHI, GEMMA)),
+    CacheRow((CACHE_SLIDING,), (LLAMA,), pages=(0, 16), packed=BOTH),
+    CacheRow((GEMMA2, CACHE_SLIDING | {"softcap": 50.0}), (GEMMA,), pages=(0, 16), packed=BOTH),
     CacheRow((SINKS, SINKS | {"window_size": (127, 0)}), (OSS,), pages=(0, 16), packed=BOTH),
-    CacheRow((MIXED | GEMMA2, MIXED | LOOKED_BACK | {"softcap": 50.0}), (GEMMA,), BATCHED, (16,), (True,)),
+    CacheRow((MIXED | GEMMA2, MIXED | CACHE_SLIDING | {"softcap": 50.0}), (GEMMA,), BATCHED, (16,), (True,)),
     CacheRow((MIXED | SINKS, MIXED | SINKS | {"window_size": (127, 0)}), (OSS,), BATCHED, (16,), (True,)),
-    CacheRow((ALIBI,), (OLDER,), pages=(0, 16)),
-    CacheRow((CAUSAL | {"float8": True},), (LLAMA, SMALLER), (*DECODING, SEVERAL[1]), (0, 16, 64)),
+    CacheRow((ALIBI,), (MHA,), pages=(0, 16)),
+    CacheRow((CAUSAL | {"float8": True},), (LLAMA, LLAMA_D64), (*DECODING, SEVERAL[1]), (0, 16, 64)),
     CacheRow(
         (CAUSAL | {"latent": True},), (DEEPSEEK, DEEPSEEK._replace(queries=16)), (*DECODING, Rows(16, 2, 8192)), (0, 64)
     ),
@@ -408,15 +412,15 @@ SERVING = (
     ),
 )  # fmt: skip
 # Rows of calls in batch-invariant mode: decoding, a chunk of a prompt, many queries.
-IN_THE_MODE = (Rows(16, 1, 8192), Rows(1, 512, 8192), Rows(4, 2048, 2048))
+BATCH_INVARIANT = (Rows(16, 1, 8192), Rows(1, 512, 8192), Rows(4, 2048, 2048))
 
 
 def serving() -> Iterator[Call]:
     for row in SERVING:
         yield from row.calls()
-    for rows, page in product(IN_THE_MODE, (0, 16)):
-        yield in_the_mode(cache(LLAMA, rows, BF16, page, causal=True))
-    yield in_the_mode(attention(grouped(D128), MEDIUM, BF16, causal=True))
+    for rows, page in product(BATCH_INVARIANT, (0, 16)):
+        yield in_batch_invariant_mode(cache(LLAMA, rows, BF16, page, causal=True))
+    yield in_batch_invariant_mode(attention(grouped(D128), MEDIUM, BF16, causal=True))
 
 
 def others() -> Iterator[Call]:

@@ -14,7 +14,6 @@ from diyfa.ready.calls import (
     BF16,
     CHUNKS,
     DECODING,
-    FEW_QUERIES,
     FP32,
     HALVES,
     TRAINED,
@@ -34,6 +33,7 @@ _ENCODER_TYPES = (
 )  # fmt: skip
 _WITH_SINKS = ("gpt_oss",)
 _MASKED = "causal"
+_FEW_QUERIES = tuple(Rows(4, queries, 8192) for queries in (2, 4, 8, 16, 32))  # short prompts, speculative decoding
 
 
 class Model(NamedTuple):
@@ -131,8 +131,8 @@ def serving(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
 
 
 def serving_more(model: Model, pages: tuple[int, ...]) -> Iterator[Call]:
-    """Yield what a server meets besides `serving`: short prompts and guessed tokens, and appending."""
-    yield from _over_caches(model, pages, FEW_QUERIES)
+    """Yield what a server meets besides `serving`: short prompts, speculative decoding, and appending."""
+    yield from _over_caches(model, pages, _FEW_QUERIES)
     if model.latent is None:
         for rows in (DECODING[0], CHUNKS[0]):
             yield from _over_caches(model, pages, (rows,), new=rows.queries)

@@ -29,7 +29,7 @@ from diyfa.ready.calls import (
     Rows,
     attention,
     cache,
-    in_the_mode,
+    in_batch_invariant_mode,
     masking,
     matrix_product,
     merging,
@@ -60,13 +60,13 @@ _CACHE = _COMMON | {
 }  # fmt: skip
 _PRODUCT = {"transposed": _FLAG, "precision": _PRECISION, "out_dtype": _DTYPE}
 KINDS = "attention", "cache", "product", "merge", "mask"
-_IN_THE_MODE = "batch-invariant"
+_BATCH_INVARIANT = "batch-invariant"
 
 
 def parse(text: str) -> Call:
     """Return the call that `text` describes. The kind is one of `KINDS`, by default attention. Raises ValueError."""
     words = text.split()
-    invariant = words[:1] == [_IN_THE_MODE]
+    invariant = words[:1] == [_BATCH_INVARIANT]
     words = words[invariant:]
     kind = words.pop(0) if words[:1] and words[0] in KINDS else "attention"
     dtypes = [_DTYPES[word] for word in words if word in _DTYPES]
@@ -100,7 +100,7 @@ def parse(text: str) -> Call:
             call = cache(heads, rows, dtype, **entries)
         else:
             call = attention(heads, rows, dtype, backward=not entries.pop("forward", False), **entries)
-    return in_the_mode(call) if invariant else call
+    return in_batch_invariant_mode(call) if invariant else call
 
 
 def _option(word: str) -> tuple[str, Any]:

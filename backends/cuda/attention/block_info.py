@@ -22,25 +22,28 @@ import triton.language as tl
 
 from diyfa.backends.cuda.attention.tile_io import PACKED, SEQ_LENS
 
+# The next three functions have one direction: rows see columns. Either rows are queries and columns are keys, or rows
+# are keys and columns the queries that see them. A row is given by the column that it is aligned with.
+
 
 @triton.jit
 def first_visible(aligned, before):
-    """Return the first position of the other side that a query or key sees which is aligned with `aligned` there."""
+    """Return the first column that a row sees. It sees `before` columns to the left of column `aligned`."""
     return tl.maximum(aligned - before, 0)
 
 
 @triton.jit
 def end_visible(aligned, after, length):
-    """Return the end (exclusive) of the positions that a query or key sees, at most `length`."""
+    """Return the end (exclusive) of the columns that a row sees: `after` to the right of `aligned`, of `length`."""
     return tl.minimum(length, tl.maximum(aligned + after + 1, 0))
 
 
 @triton.jit
 def visible_range(first, last, before, after, length, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr):
-    """Return the range that queries or keys see which are aligned with positions [first, last] of the other side.
+    """Return the range of columns that rows see, which are aligned with the columns [first, last].
 
-    `before`, `after`: how far each sees in either direction; without HAS_BEFORE or HAS_AFTER there is no limit.
-    full_end may be before full_begin.
+    `before`, `after`: how many columns a row sees to the left and right of its own; without HAS_BEFORE or HAS_AFTER,
+    all. full_end may be before full_begin: then no column is seen by all rows.
     """
     begin = 0
     full_begin = 0
@@ -85,14 +88,15 @@ def key_ranges(row0, mask, c: tl.constexpr):
 def query_ranges(col0, mask, EDGES: tl.constexpr, WHOLE_KEYS: tl.constexpr, c: tl.constexpr):
     """Return the queries that see keys [col0, col0 + BLOCK_N). `begin` and `full_begin` are multiples of BLOCK_M.
 
-    Two flags say which blocks of queries count as full although they reach beyond the sequence:
+    Two flags decide whether blocks that reach beyond the sequence count as full:
 
-    * The last block of queries may extend beyond the last query. The rows behind it read as zeros and their lse as inf,
-      so their weights are 0, and the block may be full. EDGES: it may not, because the caller reads full blocks without
-      a check for the sequence's end. Then it lies in [full_end, end), and full_end is a multiple of BLOCK_M, too.
-    * The block of keys may extend beyond the last key. Keys there read as zeros, so their weights exp(0 - lse) may be
-      infinite. They reach only their own rows of dK and dV, unless dQ is formed of the same weights. WHOLE_KEYS: such a
-      block of keys has no full blocks of queries, so that a mask drops its missing keys.
+    * EDGES: the last block of queries is not full if it extends beyond the last query. Set it if the caller reads full
+      blocks without a check for the sequence's end. The block then lies in [full_end, end), and full_end is a multiple
+      of BLOCK_M. Without EDGES the block may be full: rows beyond the last query read as zeros and their lse as inf, so
+      their weights are 0.
+    * WHOLE_KEYS: a block of keys that extends beyond the last key has no full blocks of queries, so that a mask drops
+      its missing keys. Set it if the caller forms dQ of the block's weights. Missing keys read as zeros, so their
+      weights exp(0 - lse) may be infinite; without dQ these reach only the missing keys' own rows of dK and dV.
     """
     n_queries, n_keys, offset, window_left, window_right = mask
     first = col0 - offset
@@ -119,8 +123,8 @@ def masked_keys(ranges, c: tl.constexpr):
     """Return (begin, end, gap_begin, gap) of one loop over the keys that need a mask. `ranges`: from `key_ranges`.
 
     With HAS_LEFT these keys lie on both sides of the full ones, the gap. The loop counts without the gap: position n is
-    key n if n < gap_begin, else key n + gap. Without HAS_LEFT they all lie behind the full ones, position n is key n,
-    and callers do not use the gap.
+    key n if n < gap_begin, else key n + gap. Without HAS_LEFT all of these keys follow the full ones, position n is key
+    n, and callers do not use the gap.
     """
     begin, full_begin, full_end, end = ranges
     gap = full_end - full_begin

@@ -8,8 +8,9 @@ the same tile: row = token * group + head in the group, so that a tile is a rang
 of a tile row by row, block after block. So a page may have any size.
 
 In batch-invariant mode only a row's own query and keys decide on its result, bit for bit: `fixed_order.py` has the
-order of operations. Keys are divided into chunks, counted from the first key that is not padding. Each chunk is summed
-by itself. It makes no difference whether one program has all chunks of a tile or each chunk has a program of its own.
+order of operations. Keys are divided into fixed chunks, counted from the first key that is not padding. Each chunk has
+sums of its own, which are then folded. So the result is equal whether one program has all chunks of a tile or each
+chunk has a program.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class DecodeConstants(Constants):
     one_scan: bool  # one scan has all tiles
     wide_positions: bool  # positions on the line (`stream_k.py`) may need more than 32 bits
     one_round: bool  # all KV heads are walked at the same time: head_rounds is 1
-    by_tile: bool  # `_combine_kernel` has programs for each tile; else for each share
+    by_tile: bool  # `_combine_kernel` has programs for each tile, which implies one_scan; else for each share
     has_left: bool
     has_right: bool  # not for a single query, which is at the last key
     softcap: bool
@@ -201,15 +202,14 @@ def _load_pairs(base, rows, exists, c: tl.constexpr):
 
 
 @triton.jit
-def _weights_in_order(s, m_i, visible, at, mask, score, PRECISE: tl.constexpr, c: tl.constexpr):
+def _weights_in_order(s, m_i, visible, tokens, keys, mask, score, PRECISE: tl.constexpr, c: tl.constexpr):
     """Return (weights p, running maximum, factor of earlier sums) of products s in the order of `fixed_order.py`.
 
-    `at`: (tokens [BLOCK_M, 1], keys [1, BLOCK_N]).
+    tokens: [BLOCK_M, 1]; keys: [1, BLOCK_N].
     """
-    rows, cols = at
     scale_log2 = 1.0
     if c.SOFTCAP or c.ALIBI:
-        s, _tanh = scores_log2(s, rows, cols, (0, 0, 0), mask, True, score, True, PRECISE, c)
+        s, _tanh = scores_log2(s, tokens, keys, (0, 0, 0), mask, True, score, True, PRECISE, c)
         scaled = s
     else:
         scale, _, _, _ = score
@@ -233,7 +233,8 @@ def _attend_keys(
     """Attend to blocks [begin, end) of keys -> (acc [BLOCK_M, BLOCK_DV], l_i, m_i [BLOCK_M]), not normalised.
 
     m_i is in units of log2. `mask` and `score` are those of scores.py; slopes are [BLOCK_M, 1]. With CHUNK the blocks
-    lie in one fixed chunk, and the last one comes first. With VALUE_PAIRS acc has even features, and acc_odd odd ones.
+    lie in one fixed chunk and are visited from the last to the first. With VALUE_PAIRS acc has the even features and
+    acc_odd the odd ones.
     """
     k_base, v_base, table, pages, strides = cache
     _, n_keys, _, _, _ = mask
@@ -251,8 +252,8 @@ def _attend_keys(
         if not c.ONE_PAGE:
             keys += tl.arange(0, c.BLOCK_N)
         is_key = keys < n_keys
-        # Pages left of the window may hold NaN, and a weight of 0 times NaN is NaN. With ONE_PAGE the loop visits no
-        # block of such a page.
+        # Do not read pages left of the window: they may hold NaN, and a weight of 0 times NaN is NaN. With ONE_PAGE the
+        # loop visits no block of such a page.
         if c.HAS_LEFT and not c.ONE_PAGE:
             is_key = is_key & (keys >= first_key)
         page = _load_pages(table, keys, is_key, c)
@@ -276,8 +277,9 @@ def _attend_keys(
             s = dot_add(q_tail, tl.trans(k_tail), s, c.PRECISION)
         visible = exists[None, :] & visible_pairs(tokens[:, None], offs_n[None, :], mask, False, c)
         if c.CHUNK > 0:
-            at = (tokens[:, None], offs_n[None, :])
-            p, m_i, alpha = _weights_in_order(s, m_i, visible, at, mask, score, PRECISE, c)
+            p, m_i, alpha = _weights_in_order(
+                s, m_i, visible, tokens[:, None], offs_n[None, :], mask, score, PRECISE, c
+            )
             l_i = next_sum(l_i, tl.broadcast_to(alpha[:, None], l_i.shape), sums_by_lane(p))
             acc = acc * alpha[:, None]
         else:
@@ -352,10 +354,10 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, tile_mask, c: tl.
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
         if c.BLOCK_D_TAIL > 0:
             largest = tl.maximum(largest, tl.max(tl.abs(q_tail.to(tl.float32)), 1))
-        down, up = _powers_of_two(largest)
-        q = (q.to(tl.float32) * down[:, None]).to(tl.float16)
-        q_tail = (q_tail.to(tl.float32) * down[:, None]).to(tl.float16)
-        scale *= up[:, None]
+        factor, inverse = _powers_of_two(largest)
+        q = (q.to(tl.float32) * factor[:, None]).to(tl.float16)
+        q_tail = (q_tail.to(tl.float32) * factor[:, None]).to(tl.float16)
+        scale *= inverse[:, None]
     slopes = 0.0
     if slopes_ptr is not None:
         slopes = tl.load(slopes_ptr + b * stride_slopeb + heads, mask=exists, other=0.0)[:, None]
@@ -373,10 +375,10 @@ def _attend_rows(b, hk, block_m, begin, end, sequence, inputs, tile_mask, c: tl.
         k_base += entry.to(tl.int64) * stride_kb
         v_base += entry.to(tl.int64) * stride_vb
     cache = (k_base, v_base, table, entries, (stride_kb, stride_kn, stride_vb, stride_vn))
-    pairs = (n_queries, n_keys, offset, window_left, window_right)
+    mask = (n_queries, n_keys, offset, window_left, window_right)
     score = (scale, (softcap, slopes), (0, 0, 0), (0, 0, 0))  # no bias, no score function
     first_key = first_cached_key(block_m, n_queries, n_keys, pad, tile_mask, c)
-    acc, l_i, m_i = _attend_keys(q, q_tail, tokens, begin, end, pad, first_key, cache, pairs, score, c)
+    acc, l_i, m_i = _attend_keys(q, q_tail, tokens, begin, end, pad, first_key, cache, mask, score, c)
     return acc, l_i, m_i, rows
 
 
@@ -436,8 +438,8 @@ def _decode_kernel(
 
     1. Find the program's share of the line (SPLIT), or its tile or fixed chunk.
     2. SPLIT: walk along the share, from `position` to `share_end`, and cut a chunk of each tile and head that it
-       touches. A chunk is blocks [begin, end), counted from `first`, the first block that the tile sees. It takes
-       `taken` on the line, where a tile takes its blocks and the `cost` of its start (`divide_work`).
+       touches. A chunk is blocks [begin, end), counted from `first`, the first block that the tile sees. `taken` is its
+       length on the line: its blocks, and what `cost` adds to the tile (`divide_work`).
     3. For each chunk, load the queries and attend to its blocks of keys.
     4. If the chunk is a whole tile, normalise the sums and write out and lse. Else write the sums to a slot of the
        workspace, for the combine kernel.

@@ -39,7 +39,7 @@ def packed_info(cu_seqlens_ptr, b, total, inside=None):
 
 @triton.jit
 def packed_keys(cu_seqlens_k_ptr, seqused_ptr, b, total_k, inside=None):
-    """Return (first row, keys) of packed sequences. They may use fewer keys than the offsets leave room for."""
+    """Return (first row, keys) of packed sequences. `seqused_ptr`: they may use fewer keys than lie between offsets."""
     first_k, n_keys = packed_info(cu_seqlens_k_ptr, b, total_k, inside)
     if seqused_ptr is not None:
         n_keys = load_clamped(seqused_ptr + b, n_keys, inside)
@@ -53,7 +53,7 @@ def cached_keys(cu_seqlens_k_ptr, seqused_ptr, b, length, added, capacity, insid
     `length`: keys of each sequence, if no tensor says how many. `added`: keys that the call has appended to each.
     """
     if seqused_ptr is not None:
-        n_keys = tl.minimum(_load(seqused_ptr + b, inside), capacity)
+        n_keys = tl.minimum(_load(seqused_ptr + b, inside), capacity)  # so that the sum below cannot overflow
     elif cu_seqlens_k_ptr is not None:
         n_keys = _load(cu_seqlens_k_ptr + b + 1, inside) - _load(cu_seqlens_k_ptr + b, inside)
     else:
@@ -63,7 +63,7 @@ def cached_keys(cu_seqlens_k_ptr, seqused_ptr, b, length, added, capacity, insid
 
 @triton.jit
 def cache_entry(cache_batch_idx_ptr, b, entries, n_keys):
-    """Return (entry of a sequence in a contiguous cache, its keys: none if the cache does not have the entry)."""
+    """Return (entry of a sequence in a contiguous cache, n_keys). Without such an entry they are 0 and 0."""
     entry = b
     if cache_batch_idx_ptr is not None:
         entry = tl.load(cache_batch_idx_ptr + b)

@@ -1,4 +1,4 @@
-"""The schedule of the kernels over a KV cache: which program attends to which blocks of keys, and where sums wait.
+"""The schedule of the kernels over a KV cache: which program attends to which blocks of keys, and the workspace.
 
 **Stream-K** (Osama et al. 2023, arXiv:2301.03598). A tile is BLOCK_M rows of one sequence. The blocks of keys of all
 tiles form one linear iteration space, the line, tile after tile:
@@ -18,10 +18,10 @@ the output. Else it leaves partial results (unnormalised sums, row maxima, sums 
 so under programmatic dependent launch it overlaps with it. A share leaves at most two chunks: one of a tile that an
 earlier share began, and one of a tile that it begins and does not finish. So there are two slots for each program.
 
-**Fixed chunks**, for `num_splits=1` and in batch-invariant mode. Each tile and head has a program of its own. In
-batch-invariant mode its keys form chunks of `chunk_keys`, counted from the first key that is not padding, whose sums
-are folded from the last to the first (`fixed_order.py`). If `chunks_per_tile` > 1, each chunk has a program and a slot
-of its own, and `_combine_in_order_kernel` folds.
+**Without the line**, each tile and head has a program of its own: with `num_splits=1` and in batch-invariant mode. In
+that mode the tile's keys form fixed chunks of `chunk_keys`, counted from the first key that is not padding. Their sums
+are folded from the last chunk to the first (`fixed_order.py`). If `chunks_per_tile` > 1, each fixed chunk has a program
+and a slot of its own, and `_combine_in_order_kernel` folds.
 
 Gluon kernels call the functions of scalars, too (`hopper/decode_schedule.py`).
 """
@@ -94,11 +94,11 @@ def next_chunk(
 ):
     """Cut the next chunk of a share from a tile of `n_blocks` blocks, which takes `work` in each head round.
 
-    `position`, inside the tile, is where the share goes on; the tile begins at `tile_start`.
+    The tile begins at `tile_start`. Everything before `position`, inside the tile, is done.
 
     Returns (head round, begin, end, length on the line). The chunk is blocks [begin, end), counted from the first that
-    the tile sees. It is empty (end <= begin) if the share has only the cost of the tile's start, or what fills the tile
-    up to min_tile_work.
+    the tile sees. It is empty (end <= begin) if the share has no block of the tile: only the cost of the tile's start,
+    or the filling up to min_tile_work.
     """
     tile_cost, _ = cost
     from_work = (position - tile_start).to(tl.int32)
@@ -163,13 +163,13 @@ def iteration_space(n_shares, batch, blocks_m, head_rounds, lengths, tile_mask, 
 
 
 @triton.jit
-def _count_tiles_before(position, counts, ahead, head_rounds, cost, c: tl.constexpr):
-    """Count the tiles that end at or before a position, among SCAN tiles that begin at `ahead`.
+def _count_tiles_before(position, counts, scan_start, head_rounds, cost, c: tl.constexpr):
+    """Count the tiles that end at or before a position, among SCAN tiles, the first of which begins at `scan_start`.
 
-    Returns (how many, where the last of these ends or 0, where the last of all ends).
+    `counts`: their blocks. Returns (number of these tiles, end of the last of them or 0, end of the last of all SCAN).
     """
-    work = tile_work(counts, cost, c.SPLIT_COST).to(ahead.dtype) * head_rounds
-    ends = ahead + (work if c.SCAN == 1 else tl.cumsum(work, 0))
+    work = tile_work(counts, cost, c.SPLIT_COST).to(scan_start.dtype) * head_rounds
+    ends = scan_start + (work if c.SCAN == 1 else tl.cumsum(work, 0))
     is_before = ends <= position
     return tl.sum(is_before.to(tl.int32), 0), tl.max(tl.where(is_before, ends, 0), 0), tl.max(ends, 0)
 
@@ -177,11 +177,12 @@ def _count_tiles_before(position, counts, ahead, head_rounds, cost, c: tl.conste
 @triton.jit
 def tile_at(position, first_counts, cost, batch, blocks_m, head_rounds, lengths, tile_mask, c: tl.constexpr):
     """Return (the tile that contains a position of the line, the position where this tile begins)."""
-    tile, tile_start, ahead = _count_tiles_before(position, first_counts, position * 0, head_rounds, cost, c)
+    origin = position * 0  # a zero of position's type
+    tile, tile_start, scan_end = _count_tiles_before(position, first_counts, origin, head_rounds, cost, c)
     if not c.ONE_SCAN:
         for start in range(c.SCAN, batch * blocks_m, c.SCAN):
             counts = _count_blocks(start, batch, blocks_m, lengths, tile_mask, c)
-            n_before, last_end, ahead = _count_tiles_before(position, counts, ahead, head_rounds, cost, c)
+            n_before, last_end, scan_end = _count_tiles_before(position, counts, scan_end, head_rounds, cost, c)
             tile += n_before
             tile_start = tl.maximum(tile_start, last_end)
     return tile, tile_start
@@ -213,11 +214,12 @@ def find_tile_start(tile, first_counts, cost, length, head_rounds, c: tl.constex
 def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, tile_mask, c: tl.constexpr):
     """Find the tile whose partial results this program of `_combine_kernel` merges.
 
-    `tl.program_id(1)` is the head within a round. `tl.program_id(2)` is tile * head_rounds + head round if BY_TILE,
-    else a share, and the tile is the one at its end.
+    `tl.program_id(1)` is the head within a round. If BY_TILE, which implies ONE_SCAN, `tl.program_id(2)` is tile *
+    head_rounds + head round. Else it is a share, and the tile is the one at the share's end.
 
-    Returns (tile, KV head, `cache_seq_info` of its sequence, the share that begins it, the share that finishes it,
-    whether it is shared at all). If not, its results are complete, or another program merges them.
+    Returns (tile, KV head, `cache_seq_info` of its sequence, the share with its first block, the share with its last
+    block, is_unfinished). Unless is_unfinished this program merges nothing: the tile's results are complete, or the
+    program of another share merges them.
     """
     hk = tl.program_id(1)
     heads_in_parallel = tl.num_programs(1)
@@ -237,7 +239,7 @@ def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, tile_mask, c:
     sequence = cache_seq_info(b, lengths, c, b < batch)
     _, n_queries, _, n_keys, pad = sequence
     _, n_blocks = cached_blocks(tile % blocks_m, n_queries, n_keys, pad, tile_mask, c)
-    work = tl.maximum(tile_work(n_blocks, cost, c.SPLIT_COST), 1)
+    work = tl.maximum(tile_work(n_blocks, cost, c.SPLIT_COST), 1)  # it is a divisor, and a tile may have no blocks
     first_block = tile_start + tile_cost  # position of the tile's first block
     if not c.ONE_ROUND:
         if c.BY_TILE:
@@ -250,8 +252,8 @@ def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, tile_mask, c:
         first_share = (first_block // share).to(tl.int32)
     share_end = tl.minimum(first_share * share + share, length)
     end = first_block + n_blocks
-    # The share has the tile's first block, and ends before its last one. A share that has only the cost of the tile's
-    # start has no chunk of it.
+    # The share has the tile's first block, and ends before the tile's last block. (A share that has only the cost of
+    # the tile's start has no chunk of the tile.)
     is_unfinished = (first_share * share <= first_block) & (first_block < share_end) & (share_end < end)
     last_share = ((end - 1) // share).to(tl.int32)
     return tile, hk, sequence, first_share, last_share, is_unfinished
@@ -262,9 +264,9 @@ def find_shared_tile(n_shares, heads_kv, batch, blocks_m, lengths, tile_mask, c:
 
 @triton.jit
 def fixed_chunk(chunks_per_tile, heads_kv, blocks_m, lengths, tile_mask, c: tl.constexpr):
-    """Find the chunk of this program of `_decode_kernel`: number `tl.program_id(0)`.
+    """Find the tile of program `tl.program_id(0)` of `_decode_kernel`, and with CHUNKS_APART its fixed chunk.
 
-    Programs are numbered by tile, KV head, and if CHUNKS_APART by chunk. Else a program has the whole tile.
+    Programs are numbered by tile, KV head, and with CHUNKS_APART by chunk.
 
     Returns (sequence, KV head, tile of the sequence, `cache_seq_info`, first block, end, (number of tile and KV head,
     chunk)). There are no blocks (end <= first) if the tile has no rows, or sees no key of the chunk.
@@ -305,10 +307,13 @@ def store_partials(acc, l_i, m_i, slot, memory, c: tl.constexpr):
 
 @triton.jit
 def store_fixed_chunk(acc, l_i, m_i, chunk, chunks_per_tile, rows_per_tile, memory, c: tl.constexpr):
-    """Write the partial results of a fixed chunk to its slot, which has only `rows_per_tile` of BLOCK_M rows."""
+    """Write the partial results of a fixed chunk to its slot, which has only `rows_per_tile` of BLOCK_M rows.
+
+    `chunk`: the last result of `fixed_chunk`.
+    """
     sums_ptr, statistics_ptr = memory
-    tile_and_head, number = chunk
-    slot = tile_and_head.to(tl.int64) * chunks_per_tile + number
+    tile_and_head, chunk_in_tile = chunk
+    slot = tile_and_head.to(tl.int64) * chunks_per_tile + chunk_in_tile
     offs_m = tl.arange(0, c.BLOCK_M)
     sums = sums_ptr + (slot * rows_per_tile + offs_m[:, None]) * c.BLOCK_DV
     statistics = statistics_ptr + slot * (2 * rows_per_tile) + offs_m
@@ -390,9 +395,9 @@ def combined_columns(problem: KVCacheProblem, config: DecodeConfig, programs: in
 def combined_rows(programs: int) -> int:
     """Rows that one program of `_combine_kernel` has, where `programs` would have one row each.
 
-    Most programs find that their tile is not shared, and each recomputes the line to find it. More programs than run at
-    once repeat that in every wave, and without free registers beside the main kernel none of it overlaps. So a program
-    takes several rows: a power of two, as `block_m` is, so that it has rows of one tile only.
+    Each program recomputes the line to find its tile, and most tiles are not shared. More programs than run at once
+    would repeat that in every wave; if the main kernel leaves no registers free, none of it would overlap. So a program
+    takes several rows: a power of two, as `block_m` is, so that all lie in one tile.
     """
     rows = 1
     while programs >= 2 * rows * COMBINED_PROGRAMS:

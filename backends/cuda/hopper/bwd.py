@@ -1,7 +1,7 @@
 """Attention backward for Hopper (sm_90): one loop for dQ, dK and dV, in Gluon.
 
 A persistent program takes one block of BLOCK_N = 128 keys of a head after another. For each it goes through the queries
-of all heads of the group, or of a chunk of the group (`bwd_partials.py`). Its roles are a producer warp, which finds
+of all heads of the group, or of a subgroup (`bwd_partials.py`). Its roles are a producer warp, which finds
 the blocks and copies tiles to shared memory through TMA; two consumer warpgroups with 64 of the keys each; and two
 adder warps, one for each consumer. For each block of BLOCK_M queries a consumer forms
 
@@ -9,8 +9,8 @@ adder warps, one for each consumer. For each block of BLOCK_M queries a consumer
 
 (Dao 2023, arXiv:2307.08691, algorithm 2; Shah et al. 2024, arXiv:2407.08608, for the roles). Scores are transposed, so
 P and dS are in registers as the left operands of the products that accumulate dV and dK. dQ needs the dS of all 128
-keys. So consumers exchange dS through shared memory, and each forms half of dQ, which its adder adds to fp32 in global
-memory.
+keys. So consumers exchange dS through shared memory, and each forms half of dQ. Its adder adds that half to an fp32 dQ
+in global memory.
 
 Before this kernel, `_prepare_kernel` forms delta and clears the fp32 dQ. This kernel converts it to 16 bits, and then
 clears it for later heads (`bwd_rolling_dq.py`), or `_convert_kernel` converts it afterwards (`bwd_dq.py`).
@@ -136,7 +136,7 @@ def _allocate_gradients(k_tensor, dq_tensor, config: gl.constexpr):
 
 @gluon.jit
 def _load_block(keys, h, i, item, words_item, sizes, shared, inputs):
-    """Start copying the i-th block of queries of head h. Copy its words of a block mask, if it is in a partial block.
+    """Start copying the i-th block of queries of head h. With a block mask, copy the words of a partial block.
 
     `words_item`: item of `MaskWords` of the head's first block. Blocks with words come first.
     """
@@ -159,7 +159,7 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
     4. announce the chunk of dQ that comes with the block (`RollingDq`).
 
     The drawn `index` is the number of a block of keys (`locate_key_block`). With a block mask, which excludes ROLLING,
-    the long blocks of keys (`attention/long_blocks.py`) come first, then all blocks without these.
+    the long blocks of keys (`attention/long_blocks.py`) come first, then all other blocks.
     """
     config: gl.constexpr = shared.config
     n_blocks = gl.cdiv(sizes.seqlen_k, config.BLOCK_N) * sizes.batch * (sizes.heads_q // sizes.group_size)
@@ -185,7 +185,7 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
                 is_visited = gl.load(long_blocks_ptr + 1 + n_blocks + number) == 0  # not if it is long
         keys = locate_key_block(number, sizes, config)
         if config.LENGTHS == PACKED:
-            is_visited = keys.col0 < keys.n_keys
+            is_visited = keys.col0 < keys.n_keys  # a packed sequence may be shorter than the longest
         if is_visited:
             h = keys.hk * sizes.group_size
             seen = keys.seen_by(h, sizes, config)
@@ -210,16 +210,16 @@ def _persistent_producer(sizes, shared, inputs, rolling_dq, key_blocks, schedule
                 item += sizes.group_size * n
             iteration += 1
         index = draw_key_block(scheduler, WAITS)
-    no_keys = locate_key_block(0, sizes, config)
+    no_keys = locate_key_block(0, sizes, config)  # never read: messages without a block of keys have its fields, too
     iteration = rolling_dq.produce_last_chunks(index, count, iteration, no_keys, key_blocks, scheduler)
     key_blocks.write(iteration, no_keys, -1, END)
 
 
 @gluon.jit
 def _adder(CONSUMER: gl.constexpr, sizes, shared, gradients, rolling_dq, dq_tensor, semaphores_ptr, key_blocks):
-    """One warp: add a consumer's halves of dQ, as they appear in shared memory, to the fp32 dQ in global memory.
+    """One warp: add each half of dQ that a consumer leaves in shared memory to the fp32 dQ in global memory.
 
-    DETERMINISTIC: for each block of queries it waits until the programs with later keys have added theirs.
+    DETERMINISTIC: for each block of queries, wait until the programs with later keys have added their halves.
     """
     config: gl.constexpr = shared.config
     COPY_ROWS: gl.constexpr = dq_tensor.block_shape[0]  # a half is added by one copy or several
@@ -297,7 +297,7 @@ def _start_gradient(weights, buffers, stage, x, config: gl.constexpr):
 
 @gluon.jit
 def _start_dq(shared, gradients, item, zero, c: gl.constexpr):
-    """Start consumer c's half of dQ = dS K, [64, COLUMNS].
+    """Start consumer c's half of dQ = dS K, [64, COLUMNS], from the dS and the keys of both consumers.
 
     With several boxes BLOCK_M is 64, and the half is box c of the columns of all queries. With one box BLOCK_M is 128,
     and the half is 64 queries, of all columns.
@@ -309,10 +309,10 @@ def _start_dq(shared, gradients, item, zero, c: gl.constexpr):
     QUERY_BOXES: gl.constexpr = config.BLOCK_M // ROWS
     COLUMNS: gl.constexpr = box_width(c, config.BOXES, config.LAST_COLUMNS) if config.BOXES > 1 else BOX
     dq = _zeros(COLUMNS)
-    for half in gl.static_range(CONSUMER_COUNT):
-        ds = box_matrix(gradients.ds_buffers, stage * CONSUMER_COUNT + half, QUERY_BOX, QUERY_BOXES).permute((1, 0))
-        k = box_matrix(shared.k_buffers, half + zero, COLUMN_BOX, config.BOXES).slice(0, COLUMNS, 1)
-        dq = warpgroup_mma(ds, k, dq, use_acc=half > 0, is_async=True)
+    for i in gl.static_range(CONSUMER_COUNT):
+        ds = box_matrix(gradients.ds_buffers, stage * CONSUMER_COUNT + i, QUERY_BOX, QUERY_BOXES).permute((1, 0))
+        k = box_matrix(shared.k_buffers, i + zero, COLUMN_BOX, config.BOXES).slice(0, COLUMNS, 1)
+        dq = warpgroup_mma(ds, k, dq, use_acc=i > 0, is_async=True)
     return dq
 
 
@@ -341,7 +341,8 @@ def _add_query_blocks(
     for i in range(start, end):
         block = consumer.keys.visited_block(i, MASKED)
         stage = shared.queries.stage(item)
-        # Without this zero the compiler would form the descriptors of K and V once, and keep them in 50 registers.
+        # An opaque zero: with a known one the compiler would form the descriptors of K and V once, and keep them in 50
+        # registers.
         zero = optimisation_barrier(item * 0)
         shared.queries.wait(item)
         s = start_product(shared.k_buffers, c + zero, shared.q_buffers, stage, B, B, M, config.LAST_COLUMNS)

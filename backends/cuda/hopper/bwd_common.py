@@ -194,15 +194,14 @@ def allocate_shared(q_tensor, k_tensor, v_tensor, do_tensor, statistics_tensor, 
 def load_keys(keys, sizes, shared, inputs):
     """Start copying a block of keys: K, then V.
 
-    Where programs divide a group of query heads, `keys.hk` counts chunks of groups, several for each head of K
-    (`bwd_partials.py`).
+    If groups of query heads are divided (`bwd_partials.py`), `keys.hk` counts subgroups, several for each head of K.
     """
     config: gl.constexpr = shared.config
     RAGGED: gl.constexpr = config.LENGTHS != EQUAL
     b = keys.b
-    heads_k = inputs.k_tensor.shape[len(inputs.k_tensor.block_shape) - 3].to(gl.int32)
-    chunks_per_head = sizes.heads_q // sizes.group_size // heads_k
-    hk = keys.hk // chunks_per_head
+    heads_k = inputs.k_tensor.shape[len(inputs.k_tensor.block_shape) - 3].to(gl.int32)  # K is (..., H, S, D)
+    subgroups_per_head = sizes.heads_q // sizes.group_size // heads_k
+    hk = keys.hk // subgroups_per_head
     end_k = sequence_end(b, keys.first_k, keys.n_keys, inputs.steps_kb, inputs.steps_kn, config.LENGTHS)
     end_v = sequence_end(b, keys.first_k, keys.n_keys, inputs.steps_vb, inputs.steps_vn, config.LENGTHS)
     for c in gl.static_range(config.BLOCK_N // ROWS):
@@ -324,7 +323,7 @@ def start_product(
 
 @gluon.jit
 def scale_in_log2(scale, SOFTCAP: gl.constexpr):
-    """Return the `scale` of `exponents`. With a softcap that forms tanh(x) from exp(2x), hence the 2."""
+    """Return the `scale` of `exponents`. The 2: with a softcap, `exponents` forms tanh(x) from exp(2x)."""
     return scale * (2.0 * LOG2E) if SOFTCAP else scale * LOG2E
 
 
@@ -350,9 +349,9 @@ def with_derivative(p, t, SOFTCAP: gl.constexpr):
 def _positions(s, start_m, consumer):
     """Return (key [64, 1], diagonal [64, 1], column [1, BLOCK_M]) of a block of scores, whose columns are queries.
 
-    The key of a row is aligned with the query whose column is `diagonal`. A column is a constant plus a summand that
-    only the lane decides (`split_columns`). `column` leaves that summand out, so it is known when the kernel is
-    compiled; `diagonal` leaves it out, too, so the difference of both is right.
+    A row's key is aligned with the query in its column `diagonal`. A thread's columns are constants plus a summand that
+    depends on its lane (`split_columns`). Both results are without the summand: `column` has only the constant, which
+    the compiler knows, and the summand is subtracted from `diagonal`. So both compare as the real columns do.
     """
     keys = consumer.keys
     lane, column = split_columns(s)
@@ -374,14 +373,14 @@ def softmax_weights(s, lse, start_m, consumer, MASKED: gl.constexpr, words_item=
         x = x - consumer.slope * gl.abs(diagonal.to(gl.float32) - column.to(gl.float32))
     if MASKED and config.MASK_Q == 0:
         key, diagonal, column = _positions(s, start_m, consumer)
-        is_visible = (key < keys.n_keys) & (column >= 0)  # all columns: it gives the shape of s
+        is_visible = (key < keys.n_keys) & (column >= 0)  # the second is always true: it gives the shape of s
         if config.HAS_RIGHT:
             is_visible = is_visible & (column >= diagonal - consumer.sizes.window_right)
         if config.HAS_LEFT:
             is_visible = is_visible & (column <= diagonal + consumer.sizes.window_left)
         x = gl.where(is_visible, x, float("-inf"))
     p = gl.exp2(x)
-    if MASKED and config.MASK_Q > 0:  # here, not before the exponential: words would be alive beside x
+    if MASKED and config.MASK_Q > 0:  # not before the exponential: the words would need registers beside x
         p = gl.where(consumer.shared.mask_words.visible_pairs(words_item, s, consumer.INDEX), p, 0.0)
     return p, with_derivative(p, t, config.SOFTCAP)
 

@@ -1,22 +1,22 @@
 """Rolling dQ: the main kernel of the Hopper backward converts the fp32 dQ itself, a few heads behind its work.
 
-Without it the fp32 dQ of all queries is cleared, added up, and read again by `_convert_kernel`. That takes 75 us for
-16384 tokens of 2048 columns. Rolling dQ needs memory for `slots` heads only, which stays in the L2 cache, and no other
-kernel. `bwd.py` calls one method of `RollingDq` wherever a role has to do something for it. Unless ROLLING, the methods
-do nothing. ROLLING excludes seq_lens, packed sequences, softcap and block masks.
+Without rolling dQ the fp32 dQ of all queries is cleared, added up, and read again by `_convert_kernel`, which takes 75
+us for 16384 tokens of 2048 columns. Rolling dQ needs memory for `slots` heads only, which stays in the L2 cache, and no
+other kernel. `bwd.py` calls one method of `RollingDq` wherever a role has to do something for it. Unless ROLLING, the
+methods do nothing. ROLLING excludes seq_lens, packed sequences, softcap and block masks.
 
-* "Head" is a KV head here. It stands for all query heads of its group, or of a chunk of the group
-  (`bwd_partials.py`).
-* Blocks of keys are numbered head by head. Each head's dQ is divided into as many chunks as it has blocks of keys.
-* The program that draws block n also takes chunk n - delay * (blocks of a head). Its consumers convert that chunk when
-  they have finished the block; its adders then clear the chunk, if a later head uses the same memory. Once no blocks of
-  keys are left, programs draw the last chunks.
+* "Head" is a KV head here, with all query heads of its group or subgroup (`bwd_partials.py`).
+* Blocks of keys are numbered head by head. Each head's dQ is divided into as many chunks as it has blocks of keys
+  (`chunks_per_head`), and chunks have the same numbers.
+* The program that draws block n also takes chunk n - delay * chunks_per_head. Its consumers convert that chunk when
+  they have finished the block; its adders then clear the chunk, if a later head uses the same memory. When all blocks
+  of keys are drawn, programs draw the last chunks.
 * A head uses the memory of the head `slots` heads before it.
-* Two counts in global memory order all this for a head: blocks of keys that adders have added, and chunks that they
-  have cleared. Each adder counts, so a block or chunk counts CONSUMER_COUNT times. Consumers read a chunk when the
-  first count is complete. An adder begins with a head when the second count of the head that had the same memory is
-  complete. Both waits are for lower numbers, which have been drawn before. `delay` and `slots` are large enough for
-  waits to be rare (`bwd_launch.py`).
+* Each head has two counts in global memory: blocks of keys that adders have added, and chunks that they have cleared.
+  Each adder counts, so a block or chunk counts CONSUMER_COUNT times. Consumers read a chunk when the first count is
+  complete. An adder begins with a head when the second count of the head that had the same memory is complete. Both
+  waits are for lower numbers, which have been drawn before. `delay` and `slots` are large enough for waits to be rare
+  (`bwd_launch.py`).
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -49,9 +49,14 @@ class RollingDq:
     config: gl.constexpr  # `Sm90BwdConstants`
 
     @gluon.jit
+    def chunks_per_head(self):
+        """Return the number of chunks of a head, which is that of its blocks of keys."""
+        return gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)
+
+    @gluon.jit
     def locate_chunk(self, number, CONSUMER: gl.constexpr):
-        """Return the consumer's halves of chunk `number`, counted through all heads; no blocks if it is negative."""
-        chunks_per_head = gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)
+        """Return a consumer's halves of the blocks of queries of chunk `number`; no blocks if it is negative."""
+        chunks_per_head = self.chunks_per_head()
         blocks_per_head = self.sizes.group_size * gl.cdiv(self.sizes.seqlen_q, self.config.BLOCK_M)  # of queries
         blocks_per_chunk = gl.cdiv(blocks_per_head, chunks_per_head)
         start = number % chunks_per_head * blocks_per_chunk
@@ -65,7 +70,7 @@ class RollingDq:
         """Return the number of the chunk to convert after block `index` of keys; -1: none."""
         chunk = -1
         if self.config.ROLLING:
-            chunk = gl.maximum(index - self.delay * gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N), -1)
+            chunk = gl.maximum(index - self.delay * self.chunks_per_head(), -1)
         return chunk
 
     @gluon.jit
@@ -73,7 +78,7 @@ class RollingDq:
         """Wait until adders have added all blocks of keys of the chunk's head. Tell the consumers."""
         if self.config.ROLLING:
             if chunk >= 0:
-                blocks = gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)  # of keys of a head: as many as chunks
+                blocks = self.chunks_per_head()  # of keys
                 wait_until_equal(self.counts_ptr + (chunk // blocks).to(gl.int64) * 2, blocks * CONSUMER_COUNT)
             self.added.signal(iteration)
 
@@ -81,10 +86,10 @@ class RollingDq:
     def produce_last_chunks(self, index, count, iteration, no_keys, key_blocks, scheduler):
         """Draw and announce the chunks of the last `delay` heads, which come without keys -> the next iteration."""
         if self.config.ROLLING:
-            ahead = self.delay * gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)
-            while index < count + ahead:
-                key_blocks.write(iteration, no_keys, index - ahead, CHUNK_ONLY)
-                self.announce(index - ahead, iteration)
+            delay = self.delay * self.chunks_per_head()  # in chunks
+            while index < count + delay:
+                key_blocks.write(iteration, no_keys, index - delay, CHUNK_ONLY)
+                self.announce(index - delay, iteration)
                 iteration += 1
                 index = draw_key_block(scheduler, True)
         return iteration
@@ -103,18 +108,21 @@ class RollingDq:
         if self.config.ROLLING:
             if head >= self.slots:
                 cleared = self.counts_ptr + (head - self.slots).to(gl.int64) * 2 + 1
-                wait_until_equal(cleared, gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N) * CONSUMER_COUNT)
+                wait_until_equal(cleared, self.chunks_per_head() * CONSUMER_COUNT)
 
     @gluon.jit
     def finish_block(self, head, chunk, iteration, CONSUMER: gl.constexpr):
-        """Count a block of keys as added. Clear the consumer's halves of the chunk that came with it, and count it."""
+        """Count a block of keys as added. Clear the consumer's halves of the chunk that came with it, and count that.
+
+        `head`: of the block of keys.
+        """
         if self.config.ROLLING:
             wait_for_stores()
             increment_semaphore(self.counts_ptr + head.to(gl.int64) * 2)
             self.converted.pick(CONSUMER).wait(iteration)
             self.locate_chunk(chunk, CONSUMER).clear(self)
             if chunk >= 0:
-                chunk_head = chunk // gl.cdiv(self.sizes.seqlen_k, self.config.BLOCK_N)
+                chunk_head = chunk // self.chunks_per_head()
                 increment_semaphore(self.counts_ptr + chunk_head.to(gl.int64) * 2 + 1)
 
     @gluon.jit
@@ -147,8 +155,8 @@ class RollingDq:
     def convert(self, chunk, first_dq, iteration, CONSUMER: gl.constexpr, item, gradients, sm_scale):
         """Convert a chunk. `first_dq`: from `load_first`.
 
-        The chunk leaves through the memory of `gradients.dq`, which is free once the adder has taken the item before
-        `item`. The conversion is no item of that channel: the next half of dQ is still item `item`.
+        The chunk leaves through the memory of `gradients.dq`, which is free when the adder has taken the item before
+        `item`. The conversion is no item of that channel: `item` stays the number of the next half of dQ.
         """
         if self.config.ROLLING:
             gradients.dq.pick(CONSUMER).acquire(item)
@@ -173,7 +181,7 @@ class RollingDq:
 
 @aggregate
 class DqChunk:
-    """A consumer's halves of the blocks of queries [start, end) of a head."""
+    """A consumer's halves of the blocks of queries [start, end) of a head, counted through all its query heads."""
 
     head: gl.tensor
     start: gl.tensor

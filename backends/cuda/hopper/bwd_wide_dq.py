@@ -1,15 +1,16 @@
-"""dQ for Hopper where heads have up to 256 columns, or V has others than Q; `bwd_wide.py` forms dK and dV.
+"""dQ for Hopper, for heads of up to 256 columns or with different head dims of Q and V. `bwd_wide.py` has dK and dV.
 
-A program owns 128 queries of a head, 64 of each of two consumer warpgroups, and goes through the keys that they see, as
+A program has 128 queries of a head, 64 for each of two consumer warpgroups, and goes through the keys that they see, as
 the forward does (`fwd_consumer.py`). For each block of 64 keys a consumer forms
 
     dP = dO Vᵀ,  S = Q Kᵀ,  P = exp(S - LSE),  dS = P * (dP - delta),  dQ += dS K
 
-P and dS stay in registers, and nothing is added up in memory, so dQ is the same in every run. The consumers share the
-blocks of keys and nothing else. So one of them computes exponentials while the tensor cores work for the other.
+P and dS stay in registers, and nothing is added up in memory, so dQ is the same in every run. The consumers read the
+same blocks of keys and exchange nothing. So one of them computes exponentials while the tensor cores work for the
+other.
 
-V comes before K in the ring of stages, so its stage is free again before the exponentials. Three stages, as many as fit
-at 256 columns, then keep copies a block ahead.
+V comes before K in the ring of stages, so the stage of V is free again before the exponentials. Three stages, as many
+as fit at 256 columns, then keep copies a block ahead.
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -64,7 +65,7 @@ BLOCK_N = gl.constexpr(64)
 
 @dataclass(frozen=True, eq=False)
 class Sm90BwdDqConstants(BoxConstants):
-    """Constants of the kernel. Its stages are those of blocks of V and K."""
+    """Constants of the kernel. STAGES are those of `DqShared.ring`."""
 
     causal: bool
 
@@ -197,7 +198,7 @@ def _consumer(INDEX: gl.constexpr, problem, shared, outputs):
             slope = gl.load(outputs.slopes_ptr + tile.b * outputs.stride_slopeb + tile.h) * LOG2E
         rows = Rows(offs_m + (tile.n_keys - tile.n_queries), tile.n_keys, slope)
         order = block_order(tile, problem, BLOCK_M, BLOCK_N)
-        # The first block of the order is the one in which the keys end. It always gets the mask.
+        # Keys end in the first block of the order. So n_right is at least 1, and this block always gets the mask.
         n_masked = order.n_right
         if problem.HAS_LEFT:
             n_masked += order.n_left

@@ -1,8 +1,11 @@
 """The consumer warpgroups of the Hopper forward (`fwd.py`): 64 queries each.
 
 Read `run_consumer` first, which goes from tile to tile, then `_attend_tile`, which computes a tile, and
-`_attend_blocks`, its KV loop. In batch-invariant mode `_attend_tile_in_chunks` takes their place, with the loop of
-`chunks.py`.
+`_attend_blocks`, its KV loop. Batch-invariant mode has `_attend_tile_in_chunks` instead, with the loop of `chunks.py`.
+
+Three terms come from other files. The order (`block_order`) is that in which a tile visits its key blocks; a position
+is an index in it. A box is what one TMA copy of a tile brings, and a run is the consecutive boxes of one accumulator
+(`mma.py`).
 """
 
 # Aggregates are checked against their annotations, so these must not be postponed.
@@ -122,7 +125,7 @@ def _attend_blocks(
     m_i,  # [64] fp32, in units of log2
     l_i,  # [64, 4] fp32, `sums_by_thread`
     item,  # ring item of the previous block's K
-    keys,  # with a block mask, the tile's `TileList`
+    keys,  # with a block mask, the tile's `TileList`; else None
     upcoming,  # with a block mask, (codes of position `start`, columns of position start + 1)
     MASKED: gl.constexpr, FIXED_MAX: gl.constexpr,
 ):  # fmt: skip
@@ -148,7 +151,7 @@ def _attend_blocks(
         ring.channel.wait(item - 1)
         o = consumer.start_block_values(p, o, item - 1)
         consumer.hand_over()
-        start_n = order.block(i) * config.BLOCK_N
+        start_n = order.block(i) * config.BLOCK_N  # with a block mask only a score function reads it
         if config.SCORE_FN is not None and config.MASK_K > 0:
             start_n = keys.first_key(i, keys.columns(i), 0)
         factors = block_factors(consumer.block_factors_ptr, start_n, consumer.problem.seqlen_k, config)
@@ -171,9 +174,9 @@ def _attend_blocks(
         l_i += sums_by_thread(weights)
         o = finish_values(o)
         ring.channel.release(item - 1)
-        # With words, rescale first: the branches of `rescaled` keep ptxas from converting the weights while earlier
-        # products run. Converted then, they would lie in other registers than the weights of full blocks, and the loop
-        # over full blocks would move its weights.
+        # With words, rescale first. The branches of `rescaled` keep ptxas from converting the weights while earlier
+        # products run. Early converted weights lie in other registers than those of the loop over full blocks, which
+        # would then have to move its weights.
         if HAS_WORDS:
             o = rescaled(o, alpha)
         p = consumer.weights_operand(weights, o)
@@ -186,9 +189,8 @@ def _attend_blocks(
 def _skip_masked(consumer, tile, key0, item):
     """Skip the blocks at the tile's end that the right mask hides from all rows of this consumer. Return the next item.
 
-    Wait for each stage, then release it unread. An earlier release could count for the item that the stage held
-    before, which other consumers may still read. `key0`: the key that row 0 is aligned with. At least one block
-    remains.
+    Wait for each stage, then release it unread. A release before the wait could count for the stage's previous item,
+    which other consumers may still read. `key0`: the key that row 0 is aligned with. At least one block remains.
     """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
@@ -233,8 +235,9 @@ def _loop_bounds(consumer, tile, order, key0, keys):
 
 @gluon.jit
 def _finish_rows(consumer, tile, rows, offs_m, o, m_i, l_i, scale, mean_products):
-    """Return (factor of out, weight of all keys beside the sink, lse) of rows [64] after the KV loop.
+    """Return (factor of out, keys_weight, lse) of rows [64] after the KV loop.
 
+    Out is `o` times the factor, and with SINKS also times keys_weight, the softmax weight of all keys beside the sink.
     `mean_products` [64]: with K_MEAN, the products of the queries with the mean of k. `scale`: that of the scores,
     without the factors.
     """
@@ -242,9 +245,10 @@ def _finish_rows(consumer, tile, rows, offs_m, o, m_i, l_i, scale, mean_products
     problem = consumer.problem
     outputs = consumer.outputs
     l_rounded = l_i
-    if config.FIXED_MAX:  # a running maximum makes a dominant weight exactly 1, so that l_i serves for out as well
-        # Out is divided by the sum of the rounded weights. So it stays a mean of the values, in which the rounding of a
-        # dominant weight cancels. It also agrees with the weights of the backward pass: delta is rowsum(dout * out).
+    if config.FIXED_MAX:
+        # Divide out by the sum of the rounded weights. Then the rounding of a dominant weight cancels, and out agrees
+        # with the weights of the backward pass (delta is rowsum(dout * out)). With a running maximum a dominant weight
+        # is exactly 1, so l_i serves for out as well.
         l_rounded = gl.convert_layout(gl.max(o[run_count(config.BOXES_V)], 1), l_i.type.layout)
     # A row that saw no key or is beyond its sample's end has out 0 and lse +inf.
     has_keys = l_i != 0.0
@@ -254,7 +258,7 @@ def _finish_rows(consumer, tile, rows, offs_m, o, m_i, l_i, scale, mean_products
             has_keys = has_keys & (rows.position + right >= 0)
         if problem.LENGTHS == PACKED:
             has_keys = has_keys & (tile.n_keys > 0)
-    if config.K_MEAN:  # q times the mean of k is part of each score of a row: it moves the lse, not the weights
+    if config.K_MEAN:  # q times the mean of k is a summand of all scores of a row: it moves the lse, not the weights
         m_i += (-mean_products if consumer.score.NEGATE else mean_products) * scale
         # NaN if the product is not finite.
         l_rounded = gl.where(mean_products - mean_products == 0.0, l_rounded, float("nan"))
@@ -278,11 +282,11 @@ def _attend_tile(consumer, tile, item, q_loads):
     """Compute and write the rows of out and lse of this consumer's 64 queries of a tile.
 
     1. Skip the blocks that the right mask hides from all 64 rows. A lone consumer has none: the tile ends at its rows.
-    2. Prologue: scores and softmax of the block at position 0 of the order (`block_order`).
-    3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. A mask cuts no blocks but
-       those at positions [0, n_masked) of the order. FIXED_MAX: positions [1, n_edge_blocks) update the maximum, and
+    2. Prologue: scores and softmax of the block at position 0 of the order.
+    3. KV loop (`_attend_blocks`), which adds the values of each block one iteration later. A mask may cut only the
+       blocks at positions [0, n_masked) of the order. FIXED_MAX: positions [1, n_edge_blocks) update the maximum, and
        [n_edge_blocks, n_blocks) use it unchanged. With a block mask, the order is that of the tile's list
-       (`gluon/block_mask.py`), which begins with the masked blocks; there is no window beside it.
+       (`gluon/block_mask.py`), which begins with the masked blocks; a block mask excludes causal masks and windows.
     4. Epilogue: values of the last block, division by the sum of weights, lse, stores.
 
     8 bits: factors of q and k join the scale of the scores, those of key blocks multiply columns of products, that of v
@@ -309,7 +313,7 @@ def _attend_tile(consumer, tile, item, q_loads):
     if problem.HAS_RIGHT and config.CONSUMERS > 1:
         first_item = item
         item = _skip_masked(consumer, tile, key0, item)
-        order = order.without_last((item - first_item) // 2)
+        order = order.without_last((item - first_item) // 2)  # a block has two items, K and V
     offs_m = row0 + gl.arange(0, ROWS, layout=S_ROWS)
     keys = None
     if LISTED:
@@ -364,21 +368,29 @@ def _attend_tile(consumer, tile, item, q_loads):
         o += (zero_sums(),)
     p = consumer.weights_operand(weights, o)
 
-    # KV loop. A copy of it takes seconds to compile. So before a fixed maximum, and in the fallback, one copy is for
-    # all blocks, masked or not.
-    CUT: gl.constexpr = problem.HAS_LEFT or problem.HAS_RIGHT  # masks cut blocks beside the first
-    MASKS_ALL: gl.constexpr = CUT and config.FALLBACK
+    # KV loop. Each copy of `_attend_blocks` takes seconds to compile. So with WINDOWED one copy masks more blocks than
+    # it must: in the fallback, and before a fixed maximum. Positions that the copies loop over:
+    #
+    #                              MASKED                unmasked                    FIXED_MAX
+    #     running maximum          [1, n_masked)         [n_masked, n_blocks)        -
+    #     fixed maximum            [1, n_masked)         [n_masked, n_edge_blocks)   [n_edge_blocks, n_blocks)
+    #     the same, WINDOWED       [1, n_edge_blocks)    -                           [n_edge_blocks, n_blocks)
+    #     fallback, WINDOWED       [1, n_blocks)         -                           -
+    #
+    # Without WINDOWED and LISTED n_masked is 1, and there is no masked copy.
+    WINDOWED: gl.constexpr = problem.HAS_LEFT or problem.HAS_RIGHT  # a causal mask or a window
+    MASKS_ALL: gl.constexpr = WINDOWED and config.FALLBACK
     masked_end = n_masked
     if MASKS_ALL:
         masked_end = n_blocks
-    elif CUT and config.FIXED_MAX:
+    elif WINDOWED and config.FIXED_MAX:
         masked_end = n_edge_blocks
-    if CUT or LISTED:
+    if WINDOWED or LISTED:
         o, p, m_i, l_i, item = _attend_blocks(
             consumer, q, rows, order, 1, masked_end, o, p, m_i, l_i, item, keys, upcoming, True, False
         )  # fmt: skip
     if config.FIXED_MAX:
-        if not CUT:
+        if not WINDOWED:
             o, p, m_i, l_i, item = _attend_blocks(
                 consumer, q, rows, order, n_masked, n_edge_blocks, o, p, m_i, l_i, item, keys, upcoming, False, False
             )  # fmt: skip
@@ -394,8 +406,7 @@ def _attend_tile(consumer, tile, item, q_loads):
             consumer, q, rows, order, n_masked, n_blocks, o, p, m_i, l_i, item, keys, upcoming, False, False
         )  # fmt: skip
 
-    # Epilogue.
-    # The last scores have read the queries.
+    # Epilogue. The last scores have read the queries.
     if (config.SEPARATE_O_BUFFER or config.STORE_FROM_REGISTERS) and config.Q_IN_REGISTERS < config.BOXES:
         queries.release(CONSUMER)
     ring.channel.wait(item + 1)
@@ -413,10 +424,9 @@ def _attend_tile(consumer, tile, item, q_loads):
 
 @gluon.jit
 def _attend_tile_in_chunks(consumer, tile, item, q_loads):
-    """Compute and write the rows of this consumer as `_attend_tile`, in the order of `attention/fixed_order.py`.
+    """Do what `_attend_tile` does in batch-invariant mode, with the order of operations of `attention/fixed_order.py`.
 
-    The order is that of batch-invariant mode, which has no softcap, ALiBi, block mask, float8 or fixed maximum. Returns
-    the item of the next tile.
+    That mode has no softcap, ALiBi, block mask, float8 or fixed maximum. Returns the item of the next tile.
     """
     config: gl.constexpr = consumer.shared.config
     problem = consumer.problem
@@ -484,7 +494,7 @@ def _store_output(consumer, tile, row0, o, factor, keys_weight):
     WIDTH: gl.constexpr = outputs.o_tensor.block_shape[-1]
     # Boxes per tile of `o_buffers`.
     O_BOXES: gl.constexpr = config.BOXES_V if config.SEPARATE_O_BUFFER else config.BOXES
-    # A consumer's totals are twice as large as its out, which lies in the first half of them.
+    # With OUT_IN_TOTALS out lies in the first half of a consumer's totals (`chunks.py`), which are twice as large.
     O_TILE: gl.constexpr = 2 * CONSUMER if config.OUT_IN_TOTALS else CONSUMER
     if config.STORE_FROM_REGISTERS:
         rows = head_rows(

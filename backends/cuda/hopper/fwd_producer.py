@@ -51,8 +51,7 @@ def _find_tile(index, slot, problem, shared, scheduler):
 def _load_values(v_tensor, tile, hk, row, end, ring, item, problem, config):
     """Start copying key rows [row, row + BLOCK_N) of V. `row` counts from the sequence's first key.
 
-    V of 8 bits is transposed, and they are columns (`float8.py`). There zeros follow each sequence, so its end does not
-    matter.
+    V of 8 bits is transposed (`float8.py`): keys are columns, and zeros follow each sequence, so `end` is not read.
     """
     if config.BITS_V == 8:
         b = tile.b
@@ -82,8 +81,8 @@ def run_producer(problem, shared, inputs):
     FIND_AHEAD: find the next tile before the last key block is copied, not after it. With a slow search and few stages,
     consumers then do not idle during the search. But the last block comes later, so other configs leave it off.
 
-    FALLBACK: the tiles are those that consumers flagged in the first pass, whose tile infos are still there. CHUNK,
-    PAGE_SIZE and MASK_K: blocks come in the order of batch-invariant mode, from pages, or from a block mask's list.
+    FALLBACK: the tiles are those that consumers flagged in the first pass, whose tile infos still exist. CHUNK:
+    blocks come in the order of batch-invariant mode. PAGE_SIZE: they come from pages. MASK_K: from a block mask's list.
     """
     config: gl.constexpr = shared.config
     RAGGED: gl.constexpr = problem.LENGTHS != EQUAL
@@ -117,9 +116,9 @@ def run_producer(problem, shared, inputs):
         else:
             order = block_order(tile, problem, config.BLOCK_M, config.BLOCK_N)
         n_blocks = tile.end_block - tile.first_block
-        # Block at which to draw the next tile's number from the scheduler's counter. The answer arrives while that
-        # block waits for its buffers. If programs drew at the first block, each would own one tile beyond its current
-        # one: with 8 tiles per program they would not end at the same time.
+        # Block at which to draw the next tile's number from the scheduler's counter. The number arrives while this warp
+        # waits for the block's buffers. If programs drew at the first block, each would hold one tile beyond its
+        # current one: with 8 tiles per program they would not end at the same time.
         draw_at_block = n_blocks - 1
         if config.FIND_AHEAD:
             draw_at_block = gl.maximum(n_blocks - 2, 0)
@@ -188,4 +187,4 @@ def run_producer(problem, shared, inputs):
                 index = _find_tile(scheduler.next_tile(index, drawn_number), slot, problem, shared, scheduler)
         tile = shared.tile_infos.reread(slot, problem, 1)
     if scheduler.SCHEDULE == "dynamic" and not config.FALLBACK:
-        scheduler.leave()
+        scheduler.leave()  # the last program clears the counter for the next launch

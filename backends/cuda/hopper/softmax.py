@@ -10,7 +10,7 @@ from diyfa.backends.cuda.gluon.compat import aggregate
 LOG2E = gl.constexpr(1.4426950408889634)
 BLOCK_K = gl.constexpr(eight_bits.BLOCK_K)
 LN2 = gl.constexpr(0.6931471805599453)
-SMALLEST_SCALE = gl.constexpr(2.0**-126)  # the smallest normal number: large descales of blocks may make up for it
+SMALLEST_SCALE = gl.constexpr(2.0**-126)  # the smallest normal number; descales of blocks may still multiply it
 LARGEST_PRODUCT = gl.constexpr(2.358e38)  # about the largest number whose product with LOG2E float32 holds
 
 
@@ -53,7 +53,10 @@ class Rows:
 
 @gluon.jit
 def any_in_warp(alpha):
-    """Return [64] int32 of factors [64]: 0 if all rows of the row's warp have the factor 1, else 1."""
+    """Return [64] int32 of factors [64]: 0 if all rows of the row's warp have the factor 1, else 1.
+
+    A warp whose factors are all 1 need not rescale its accumulators (`rescaled` in `mma.py`).
+    """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p, q; setp.neu.f32 p, $2, 0f3F800000; setp.neu.f32 q, $3, 0f3F800000; or.pred p, p, q; "
         "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; mov.b32 $1, $0; }",
@@ -75,7 +78,7 @@ def reciprocal_of_exp2(x):
 
 @gluon.jit
 def _scores(s, score):
-    """Return (scores, unit) of products. Scores times the unit are in units of log2."""
+    """Return (scores, scale) of products. Scores times this scale are in units of log2."""
     scale = score.scale
     if score.NEGATE:
         s = -s
@@ -161,9 +164,9 @@ def kept_scores(s, words):
 
 @gluon.jit
 def by_column(s, factors):
-    """Return the factor of each column of s [64, BLOCK_N]: one of `factors` for each 64 columns.
+    """Return the factor of each column of s [64, BLOCK_N], a number or [1, BLOCK_N]: one of `factors` each 64 columns.
 
-    The result is a number or [1, BLOCK_N]. For each register it is decided when it is compiled, so it costs nothing.
+    The columns of a register are known to the compiler, so choosing its factor costs nothing.
     """
     factor = factors[0]
     if len(factors) > 1:
@@ -198,15 +201,15 @@ def softmax_step(
     """Return (weights p, running maximum, factor alpha of earlier sums) of products s [64, BLOCK_N], float32 or int32.
 
     The maximum is in units of log2. `factors`: those that products still lack, one for each 64 columns, or (). MASKED:
-    a mask or the end of the keys may cut the block. A row may see none of it. `words`: the bits of a block mask, which
-    then is the mask. `function`: a `ScoreFunction`. SHIFT: keep the maximum that much lower, so that weights are up to
-    2**SHIFT.
+    a mask or the end of the keys may cut the block, so a row may see none of it. `words`: the bits of a block mask,
+    which then is the only mask. `function`: a `ScoreFunction`. SHIFT: keep the maximum SHIFT lower, so that weights are
+    up to 2**SHIFT.
     """
-    # Factors join the scale unless scores are changed before they are scaled. With a mask they do not either: a NaN
-    # times -inf would show in rows that do not see its keys.
+    # Factors join the scale unless a softcap or ALiBi changes scores first, or a mask does: a factor of NaN times -inf
+    # would be NaN in rows that do not see the factor's keys.
     ONLY_SCALED: gl.constexpr = not (MASKED or score.SOFTCAP or score.ALIBI)
     IN_SCALE: gl.constexpr = len(factors) > 0 and ONLY_SCALED
-    # For integers there is an instruction for the maximum of three: half as many as for pairs.
+    # Integers have an instruction for the maximum of three numbers, so their maxima take half as many instructions.
     OF_INTEGERS: gl.constexpr = s.dtype == gl.int32 and ONLY_SCALED and not score.NEGATE
     products = s
     s = s.to(gl.float32)
@@ -276,8 +279,9 @@ def sums_by_thread(p):
 def add_sink(lse_log2, sink):
     """Return (LSE with a sink, weight of all keys beside it), each [64]. A sink is the score of a key without a value.
 
-    `lse_log2` is in units of log2, -inf if a row saw no key. The returned LSE has the sink's unit. As in `add_sink` of
-    the portable kernel: float32 does not hold LOG2E times the largest sinks, and a sink that is the maximum weighs 1.
+    `lse_log2` is in units of log2, -inf if a row saw no key. The returned LSE has the sink's unit, natural logarithms.
+    A sink that is the maximum weighs exactly 1. LOG2E times the largest sinks overflows float32: the LSE is then the
+    sink itself.
     """
     is_largest = (sink > LARGEST_PRODUCT) & (sink < float("inf"))
     product = gl.where(is_largest, LARGEST_PRODUCT, sink) * LOG2E

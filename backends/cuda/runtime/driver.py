@@ -43,14 +43,14 @@ _PREFER_SHARED = 1  # CUfunc_cache: the multiprocessor's memory serves as shared
 _INVALID_CONTEXT = 201
 _REFUSED = 200, 209, 222, 223  # an invalid image, none for this GPU, PTX or a compiler's version that is not supported
 _L2_PROMOTION_128B = 2
-# Rank -> struct of the arguments of a tensor map: shape, strides in bytes, box, element strides of 1.
-_ROOMS = {rank: struct.Struct(f"<{rank}Q{rank - 1}Q8x{rank}I{rank}I") for rank in range(2, 6)}
+# Rank -> struct of the arrays that cuTensorMapEncodeTiled reads: shape, strides in bytes, box, element strides.
+_MAP_ARRAYS = {rank: struct.Struct(f"<{rank}Q{rank - 1}Q8x{rank}I{rank}I") for rank in range(2, 6)}
 _ONES = (1,) * 5
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel may have without a request
 
 
 class BinaryRefused(RuntimeError):
-    """The driver cannot load a binary: it is older than what compiled it."""
+    """The driver cannot load a binary: it is damaged, for other GPUs, or for a newer driver."""
 
 
 class Driver:
@@ -58,25 +58,26 @@ class Driver:
 
     def __init__(self) -> None:
         self._library = library = ctypes.CDLL("libcuda.so.1")
-        # Their arguments are prepared: conversions take as long as the calls.
+        # These three get arguments of C's types: conversions would take as long as the calls.
         self.launch_function = library.cuLaunchKernelEx
         self._encode = library.cuTensorMapEncodeTiled
         self._replace_address = library.cuTensorMapReplaceAddress
-        # Memory in which descriptors are encoded: map, shape, strides, box and steps of up to five dimensions.
-        self._room = ctypes.create_string_buffer(64 + 128 + _ROOMS[5].size)
-        self._bytes = memoryview(self._room).cast("B")
-        self._begin = -ctypes.addressof(self._room) % 64  # the driver requires this alignment of the map
-        at = ctypes.addressof(self._room) + self._begin
+        # Memory in which tensor maps are encoded: the map, then `_MAP_ARRAYS` of up to five dimensions.
+        self._memory = ctypes.create_string_buffer(64 + 128 + _MAP_ARRAYS[5].size)
+        self._bytes = memoryview(self._memory).cast("B")
+        self._begin = -ctypes.addressof(self._memory) % 64  # the driver requires this alignment of the map
+        at = ctypes.addressof(self._memory) + self._begin
         self._map = ctypes.c_void_p(at)
         self._arrays = {  # rank -> shape, strides, box, element strides
-            rank: [ctypes.c_void_p(at + 128 + x) for x in (0, 8 * rank, 16 * rank, 20 * rank)] for rank in _ROOMS
+            rank: [ctypes.c_void_p(at + 128 + x) for x in (0, 8 * rank, 16 * rank, 20 * rank)] for rank in _MAP_ARRAYS
         }
         self._lock = threading.Lock()  # guards this memory
         version = ctypes.c_int()
         self.check(library.cuDriverGetVersion(ctypes.byref(version)))
-        self._clears_bit = version.value <= 13010
+        self._sets_wrong_bit = version.value <= 13010  # in maps of small tensors
 
     def check(self, result: int) -> None:
+        """Raise RuntimeError, or `BinaryRefused`, unless a function's result is 0."""
         if result:
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(result, ctypes.byref(text))
@@ -99,14 +100,14 @@ class Driver:
         return function.value
 
     def set_context(self) -> None:
-        """Give this thread the context of the current device, which PyTorch uses, too."""
+        """Give this thread the context of the current device: its primary context, which PyTorch uses."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self.check(self._library.cuDeviceGet(ctypes.byref(device), current_device()))
         self.check(self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
         self.check(self._library.cuCtxSetCurrent(context))
 
     def launch_again(self, result: int, prepared: PreparedLaunch) -> None:
-        """Launch once more after `result`, if that is due to the thread's first call. Raises RuntimeError otherwise."""
+        """Launch once more if `result` says that this thread has no context yet. Raises RuntimeError otherwise."""
         if result == _INVALID_CONTEXT:
             self.set_context()
             result = self.launch_function(*prepared.arguments)
@@ -119,14 +120,14 @@ class Driver:
         size = dtype.itemsize
         steps = [size * x for x in strides[-2::-1]]
         with self._lock:
-            _ROOMS[rank].pack_into(self._room, begin + 128, *shape[::-1], *steps, *box[::-1], *_ONES[:rank])
+            _MAP_ARRAYS[rank].pack_into(self._memory, begin + 128, *shape[::-1], *steps, *box[::-1], *_ONES[:rank])
             # The zeros: no interleave, and zeros beyond the bounds.
             result = self._encode(
                 self._map, _TMA_TYPES[dtype], rank, ctypes.c_void_p(address), *self._arrays[rank], 0, swizzle,
                 _L2_PROMOTION_128B, 0,
             )  # fmt: skip
-            if self._clears_bit and not result and _elements_between_ends(shape, strides) * size < 128 * 1024 - 1:
-                # Drivers up to 13.1 set a wrong bit for small tensors. CUTLASS and Triton clear it, too.
+            if self._sets_wrong_bit and not result and _elements_between_ends(shape, strides) * size < 128 * 1024 - 1:
+                # CUTLASS and Triton clear this bit, too.
                 self._bytes[begin + 10] &= ~(1 << 5)
             encoded = bytes(self._bytes[begin : begin + 128])
         if result:
@@ -134,7 +135,7 @@ class Driver:
         return encoded
 
     def moved(self, encoded: bytes, address: int) -> bytes:
-        """Return a tensor map for a tensor at `address`, else like that of `encoded`. It takes less time to make."""
+        """Return the tensor map `encoded` with another address, in less time than `encode` takes."""
         begin = self._begin
         with self._lock:
             self._bytes[begin : begin + 128] = encoded
@@ -167,8 +168,7 @@ def aligned_memory(size: int) -> tuple[ctypes.Array[ctypes.c_char], int]:
 class TensorMaps(dict[int, int]):
     """Address of a tensor -> address of its tensor map, for one descriptor of a kernel.
 
-    The maps differ in their addresses only: each is made from `encoded`, one of them. A map remains valid if the memory
-    is freed and allocated anew.
+    All maps are `encoded` with other addresses. A map stays valid if the tensor's memory is freed and allocated anew.
     """
 
     MAX_SIZE = 256  # a model has one or a few addresses for each layer

@@ -48,7 +48,8 @@ _TYPES = {
 }  # fmt: skip
 _INT32 = 2**31
 _FLOAT32 = 3.4028234663852886e38  # the largest number
-_DECLARED = ("stride_bias", "stride_out")  # strides that depend on lengths: `Launch.aligned` lists the aligned ones
+# Strides that depend on lengths: of these, `Launch.aligned` lists those that are compiled as multiples of 16.
+_DECLARED = ("stride_bias", "stride_out")
 
 
 class Box:
@@ -116,7 +117,7 @@ def launch_signature(launch: Launch) -> Signature:
     indices = arguments.indices(tuple(map(type, all_values)))
     values = list(indices.present(all_values))
     memory_kinds: list[Any] = []
-    address_bits = stride_bits = 0  # those that alignment counts for, joined by or: low bits of 0 mean aligned
+    address_bits = stride_bits = 0  # addresses and strides whose alignment counts, joined by or; low bits 0: aligned
     for i, is_read_wide in indices.tensors:
         x = values[i]
         memory_kinds.append(x.dtype)
@@ -141,7 +142,10 @@ def launch_signature(launch: Launch) -> Signature:
 def _with_unusual_numbers(
     arguments: tuple[_Argument, ...], kinds: Kinds, originals: Sequence[Any], values: list[Any]
 ) -> tuple[Kinds, list[Any]]:
-    """Return `kinds` and `values` with strides of 1, which are compiled in, and numbers of 64 bits."""
+    """Return `kinds` and `values` with the kind "i64" for numbers of 64 bits, and without values for strides of 1.
+
+    Strides of 1 are compiled in. `originals`: the values before None was left out.
+    """
     new_kinds: list[Any] = []
     new_values: list[Any] = []
     remaining = iter(values)
@@ -210,14 +214,14 @@ class _ArgumentIndices:
         self._scalar_kinds = [{int: "i32", float: "fp32"}.get(kind) for kind in types]
         self._known: dict[tuple[Any, ...], Kinds] = {}
 
-    def kinds(self, memory: tuple[Any, ...]) -> Kinds:
-        """Return the kinds of all arguments; `memory` has those of the tensors, then those of the `Tiles`."""
-        known_kinds = self._known.get(memory)
+    def kinds(self, memory_kinds: tuple[Any, ...]) -> Kinds:
+        """Return the kinds of all arguments. `memory_kinds`: those of the tensors, then those of the `Tiles`."""
+        known_kinds = self._known.get(memory_kinds)
         if known_kinds is None:
             kinds = list(self._scalar_kinds)
-            for i, kind in zip(self._order, memory, strict=True):
+            for i, kind in zip(self._order, memory_kinds, strict=True):
                 kinds[i] = kind
-            known_kinds = self._known[memory] = tuple(kinds)
+            known_kinds = self._known[memory_kinds] = tuple(kinds)
         return known_kinds
 
 
@@ -273,6 +277,7 @@ class Source(NamedTuple):
 
 
 def kernel_source(launch: Launch, signature: Signature) -> Source:
+    """Return what Triton compiles for a launch with this signature."""
     types: dict[str, str] = {}
     constants = dict(launch.constants)
     aligned = set(launch.aligned)
@@ -298,7 +303,8 @@ _FORMATS = {"i32": (4, "i"), "i64": (8, "q"), "fp32": (4, "f")}
 def parameter_layout(kinds: Kinds, scratch: int) -> tuple[str, list[int]]:
     """Return (format of `struct`, offset of each parameter) of a kernel with these arguments.
 
-    A `Tiles` becomes its tensor map, its shape and its strides. Triton adds `scratch` pointers behind the arguments.
+    A `Tiles` has three kinds of parameters: its tensor map, its shape and its strides. Triton adds `scratch` pointers
+    behind the arguments.
     """
     fields: list[tuple[int, str]] = []
     for kind in kinds:
@@ -320,9 +326,9 @@ def parameter_layout(kinds: Kinds, scratch: int) -> tuple[str, list[int]]:
 
 
 class PreparedLaunch:
-    """Memory that the driver reads at a launch of one binary: grid, stream, parameters and pointers to these.
+    """Memory that the driver reads at a launch of one binary: grid, stream, parameters and pointers to the parameters.
 
-    Only one thread at a time uses it.
+    Only one thread at a time may use it.
     """
 
     def __init__(self, binary: Binary) -> None:
@@ -357,19 +363,19 @@ class Binary:
         self._driver = driver()
         self.function = self._driver.load(stored.cubin, stored.name, stored.shared)
         self._prepared = PreparedLaunch(self)
-        self._lock = threading.Lock()  # guards it
+        self._lock = threading.Lock()  # guards `_prepared`
 
     def encoded(self, values: Sequence[Any]) -> list[Any]:
         """Return the `values` of a signature with each `Tiles` replaced by its tensor map, shape and strides."""
         arguments, driver, maps = list(values), self._driver, dict[Any, bytes]()
         for number, index in self._tiles:
             base, shape, strides, box = x = arguments[index]
-            copy, address = self.stored.boxes[number], base.data_ptr()
-            like = shape, strides, box, copy
-            if like in maps:  # q, k, v and their gradients mostly differ in their addresses only
-                encoded = driver.moved(maps[like], address)
+            copy, address = self.stored.boxes[number], base.data_ptr()  # copy: shape and swizzle of one TMA copy
+            metadata = shape, strides, box, copy
+            if metadata in maps:  # q, k, v and their gradients mostly differ in their addresses only
+                encoded = driver.moved(maps[metadata], address)
             else:
-                encoded = maps[like] = driver.encode(x, address, *copy)
+                encoded = maps[metadata] = driver.encode(x, address, *copy)
             arguments[index : index + 1] = (encoded, *shape, *strides)
         return arguments
 
@@ -425,7 +431,7 @@ def loaded_binary(launch: Launch, signature: Signature, device: int, stored: Sto
 
             if not reject_pack(arch, f"this driver cannot load its kernels ({error})"):
                 raise
-            return loaded_binary(launch, signature, device)
+            return loaded_binary(launch, signature, device)  # without the pack
         _binaries[key] = binary
     return binary
 

@@ -33,19 +33,17 @@ from diyfa.problem import Launch
 
 
 class Pass(NamedTuple):
-    """All launches of an operation, described before any of them is launched.
-
-    `memory`: uninitialised tensors that the launches write besides the results. `derived`: functions that make the
-    tensor of an argument from the first result. `finish`: what PyTorch's operators do after the launches. `inputs`: the
-    tensors that the launches read, in the order of the call's tensors, if they are views of these. `is_settled` returns
-    whether an equal call takes the same tile as long as `choice` of its launcher returns the same; None: it does.
-    """
+    """All launches of an operation, described before any of them is launched."""
 
     launches: Sequence[Launch]
-    memory: Sequence[torch.Tensor] = ()
+    memory: Sequence[torch.Tensor] = ()  # uninitialised tensors that the launches write besides the results
+    # Name of an argument -> function that makes its tensor from the first result.
     derived: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None
-    finish: Callable[[], None] | None = None
+    finish: Callable[[], None] | None = None  # what PyTorch's operators do after the launches
+    # The tensors that the launches read, in the order of the call's tensors; None: those are the call's tensors.
     inputs: Sequence[torch.Tensor] | None = None
+    # Returns whether no tile has yet to be measured, so that equal calls get the same tiles while `choice` of
+    # `attention/launch.py` returns the same; None: no tile is measured.
     is_settled: Callable[[], bool] | None = None
 
 
@@ -99,14 +97,14 @@ def make_repeated(launch: Launch, value_indices: Mapping[str, int]) -> RepeatedL
 
 Relaunch = Callable[[int, list[int]], None]  # (stream, values): launches on the current device
 RELAUNCHES = 512  # kept at most: with changing lengths there are thousands of plans, and each holds tensor maps
-_idle_lists: deque[list[Relaunch]] = deque()  # a replay's list for each relaunch, the oldest first
+_idle_lists: deque[list[Relaunch]] = deque()  # for each relaunch that was made, its replay's `idle`; the oldest first
 
 
 def make_relaunch(launches: Sequence[RepeatedLaunch], n_values: int) -> Relaunch:
     """Return a function that repeats the launches of a pass. Only one thread at a time may call it.
 
-    It has memory of its own for the driver, in which a call writes only what changes: the values, and the pointers to
-    tensor maps. Parameters that are among the values are read there.
+    Its memory, which the driver reads, has all parameters. A call writes only what changes: the values, and the
+    pointers to tensor maps. The driver reads parameters that are among the values there.
     """
     memory = (ctypes.c_uint64 * n_values)()
     prepared_launches: list[tuple[Any, ...]] = []
@@ -197,15 +195,16 @@ def make_replay(
 
     The function allocates tensors like `outputs` and the pass's memory, launches, and returns them. The caller may pass
     the first of them. If `choice` returns something else than now, or a profiler hooks launches, the function does
-    nothing and returns None. If the caller does not want all results, the second may be None. No tensor is inspected.
+    nothing and returns None. If the caller does not want all results, the second may be None. The function inspects no
+    tensor.
 
     Args:
         inputs: tensors of the call, all different objects.
         outputs: tensors that a call allocates. Arguments that are not `inputs` are in their memory, or in the pass's.
         numbers: names of arguments that are numbers of the call. Their values follow the addresses. The kernel has them
             behind its tensors, and is not compiled for their values.
-        lse_is_optional: `outputs` is out and lse. If lse is not wanted and the pass has memory, lse is put behind it,
-            for an allocation takes 1 us.
+        lse_is_optional: `outputs` is out and lse. If lse is not wanted and the pass has memory, one allocation has
+            both, because an allocation takes 1 us.
     """
     launches, derived = operation.launches, operation.derived or {}
     if not launches or operation.finish is not None:
@@ -225,7 +224,7 @@ def make_replay(
             repeated.append(make_repeated(launch, value_indices))
     makers, views, n_values = list(derived.values()), indices.views, len(indices)
     layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in outputs]
-    lse_offset = None  # offset in bytes of lse in the memory, if lse may be put there
+    lse_offset = None  # offset in bytes of lse in the pass's memory, if lse may lie there
     if lse_is_optional and len(outputs) == 3:
         elements = -(-outputs[2].numel() // 4) * 4  # a multiple of 4, so that lse is aligned
         lse_offset = elements * outputs[2].element_size()
@@ -263,7 +262,7 @@ def make_replay(
             relaunch = make_relaunch(repeated, n_values)
             _idle_lists.append(idle)
             if len(_idle_lists) > RELAUNCHES:
-                _idle_lists.popleft().clear()  # whoever needs one makes another
+                _idle_lists.popleft().clear()  # its replay makes another when it needs one
         relaunch(get_stream(index), values)
         idle.append(relaunch)
         return new

@@ -23,7 +23,9 @@ Loading keys:
   `n_valid_keys` keys from `key0` on. Keys outside are not loaded, and left padding needs no mask.
 
 Names: a *row* of a tile is one query of one head. A *query* counts in its sequence, a *key* in its sequence, padding
-included. A *page row* is a key's position in its page. A *chunk* is a part of a tile's rows, for a vector program.
+included. A *page row* is a key's position in its page. A *chunk* is CHUNK_ROWS rows of a tile, a vector program's task.
+Sequences are packed (VARLEN, PACKED_KEYS) if they lie one after another without padding; q is packed if `_pack_kernel`
+has copied it (Q_IS_PACKED).
 
 Batch-invariant mode has one split, fixed BLOCK_M and BLOCK_N, and keys cut at multiples of BLOCK_N. Then a row of the
 result is bitwise the same whatever else is in the call: it depends on its own query, its keys in their order, and the
@@ -171,7 +173,7 @@ def cached_key_range(query0, n_valid_queries, pad, n_keys, offset, window_left, 
 
 @triton.jit
 def blocks_of_split(key_lo, key_hi, split, splits, c: tl.constexpr):
-    """Return (first_block, end_block): the share of split `split` in the blocks that hold keys [key_lo, key_hi)."""
+    """Return (first_block, end_block) of split `split`. The splits divide the blocks with keys [key_lo, key_hi)."""
     first_block = key_lo // c.BLOCK_N
     end_block = tl.where(key_hi > key_lo, tl.cdiv(key_hi, c.BLOCK_N), first_block)
     blocks_per_split = tl.cdiv(end_block - first_block, splits)
@@ -188,7 +190,7 @@ def nearest_page(page_ids, n_pages):
 
 @triton.jit
 def first_stored_key(table_ptr, key_lo, n_keys, page_size, n_pages):
-    """Find the first of the keys [key_lo, n_keys) in an existing page. Returns (page, key's row in it, if one exists).
+    """Find the first of the keys [key_lo, n_keys) in an existing page. Returns (page, page row, whether there is one).
 
     `table_ptr`: the sequence's row of the page table."""
     column = key_lo // page_size
@@ -206,12 +208,13 @@ def gathered_keys(
 ):
     """Return (page, row in that page) of each key from `key0` on, int32 [BLOCK_N] each.
 
-    Keys that the left window hides from all queries (before `key_lo`) are replaced by key `key_lo`, keys beyond the
-    sequence by its last key, and keys whose table entry names no page by row `fallback_page_row` of `fallback_page`
-    (`first_stored_key`). Their memory may not be read: it may hold NaN, and a weight of 0 times NaN is NaN.
+    Memory of keys that no query sees may not be read: it may hold NaN, and a weight of 0 times NaN is NaN. So other
+    keys replace them: key `key_lo` those before it, which the left window hides from all queries; the sequence's last
+    key those beyond it; and row `fallback_page_row` of `fallback_page` (`first_stored_key`) those whose table entry
+    names no page.
 
-    With AscendNPU IR 1.1.0 any select on loaded values or addresses costs the split over the vector cores or the
-    pipeline. This arithmetic does not.
+    With AscendNPU IR 1.1.0 a select on loaded values or addresses would keep the compiler from dividing the tile
+    between the vector cores, or from pipelining. This arithmetic does not.
     """
     keys = tl.minimum(tl.arange(0, c.BLOCK_N) + key0, n_keys - 1)
     if c.HAS_LEFT:
@@ -226,7 +229,7 @@ def gathered_keys(
 
 @triton.jit
 def have_pages(table_ptr, key0, n_valid_keys, page_size, n_pages, c: tl.constexpr):
-    """Return whether each of the `n_valid_keys` keys from `key0` on lies in an existing page, bool [BLOCK_N].
+    """Return which of the `n_valid_keys` keys from `key0` on lie in an existing page, bool [BLOCK_N].
 
     This reads the table a second time: AscendNPU IR 1.1.0 makes no mask from values that also form addresses. The load
     is clamped, not masked: AscendNPU IR 1.2.0 would load beyond the table first and select afterwards."""
@@ -341,7 +344,8 @@ def _decode_kernel(
     keys. `configs.attention_scalars` defines sm_scale to softcap_rate.
 
     Invariants: PAGES and PACKED_KEYS exclude each other, and both exclude BATCH_IDX. PACKED_KEYS implies CU_SEQLENS_K.
-    PACKED_KEYS and LEFTPAD exclude each other. Several splits, or HEADS and QUERIES above 1, imply PARTIAL.
+    PACKED_KEYS and LEFTPAD exclude each other. Several splits, or HEADS and QUERIES above 1 (Q_IS_PACKED), imply
+    PARTIAL.
     """
     BLOCK_M: tl.constexpr = c.HEADS * c.QUERIES
     Q_IS_PACKED: tl.constexpr = c.HEADS > 1 and c.QUERIES > 1
@@ -528,8 +532,8 @@ def _pack_kernel(
 ):  # fmt: skip
     """Copy tiles of several queries of several heads, so that their rows are contiguous.
 
-    In q no single stride leads along these rows. A tile assembled inside `_decode_kernel` would not get the layout that
-    the cube core reads. `packed_q_ptr`: [batch, heads_kv, tiles, BLOCK_M, HEAD_DIM] in q's dtype."""
+    In q these rows have no common stride, and a tile that `_decode_kernel` put together itself would not get the layout
+    that the cube core reads. `packed_q_ptr`: [batch, heads_kv, tiles, BLOCK_M, HEAD_DIM] in q's dtype."""
     BLOCK_M: tl.constexpr = c.HEADS * c.QUERIES
     CHUNKS: tl.constexpr = BLOCK_M // c.CHUNK_ROWS
     for task in range(tl.program_id(0), batch * heads_kv * tiles * CHUNKS, tl.num_programs(0)):
@@ -633,8 +637,8 @@ def make_launches(
     device = tensors.q.device
     splits = split_count(problem, tile, tiles, cube_programs(problem.arch, device, tiles * problem.capacity))
     packed = min(heads, queries) > 1
-    # A program stores consecutive values of lse. Packed sequences of one query have lse (H, Tq), where heads are not
-    # consecutive: then `_combine_kernel` stores one row at a time.
+    # A program stores consecutive values of lse. Packed sequences of one query have lse (H, Tq), in which the heads of
+    # a query are not consecutive: then `_combine_kernel` stores one row at a time.
     partial = splits > 1 or packed or (problem.varlen and queries == 1)
     chunk_rows = 1 if problem.varlen and queries == 1 else min(heads if queries == 1 else queries, MAX_CHUNK_ROWS)
     values = call_values(problem, tensors, tile) | {

@@ -128,7 +128,7 @@ def _fwd_kernel(
         blocks, tasks = count_tasks(
             cu_seqlens_q_ptr, sample, total_q, seqlen_q, batch, heads_q, c.BLOCK_M, c.VARLEN, BY_SAMPLE
         )
-        # The rounds in which this program's task is one of this sample (`primitives.py`, tasks and rounds).
+        # Loop over the rounds in which this program's task belongs to this sample (`primitives.py`, tasks and rounds).
         for round_index in range(rounds_before(first_task), rounds_before(first_task + tasks)):
             task = task_in_round(round_index) - first_task
             b, h, block = locate_task(task, sample, blocks, batch, heads_q, heads_in_parallel, BY_SAMPLE, True)
@@ -223,8 +223,8 @@ def _fwd_kernel(
                 # Without keys (hi <= lo) the loop has not written acc: all its rows become 0.
                 acc = keep_first_rows(acc, tl.where(hi > lo, c.BLOCK_M, 0), c.BLOCK_M) * alpha[:, None]
                 m_i = m_new
-            # Rows that see no key and rows beyond the sequence get output 0 and lse +inf. The select also drops an
-            # accumulator that no loop iteration wrote, which the compiler does not clear.
+            # Rows that see no key and rows beyond the sequence get output 0 and lse +inf. If no loop iteration wrote
+            # acc, which the compiler does not clear, the select drops it.
             is_row = (tl.arange(0, c.BLOCK_M) + row0).to(tl.float32) < sq.to(tl.float32)
             l_i = tl.where(is_row, l_i, 0.0)
             empty = l_i == 0.0
