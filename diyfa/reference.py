@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from diyfa.block_lists import visible_pairs
-from diyfa.dropout import drop_threshold, element_levels, keys_from_state, mask_from_keys, position_words
+from diyfa.dropout import keys_from_state, mask_from_keys
 from diyfa.eight_bits import BLOCK_K, BLOCK_Q, EIGHT_BIT_DTYPES, Quantized, dequantised, unwrapped
 from diyfa.features import for_sample
 from diyfa.keywords import refuse_unknown, without_unknown
@@ -214,9 +214,8 @@ def _attend_sequences(
         q_b, k_b, v_b, sequence = _dequantised(q_b, k_b, v_b, sequence)
         keep = None
         if keys is not None:
-            rows, columns = torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device)
-            words = (position_words(key[b], x) for key, x in zip(keys, (rows, rows, columns, columns), strict=True))
-            keep = element_levels(*words) >= drop_threshold(options.dropout_p)  # as dropout_mask for sample b
+            r0, r1, c0, c1 = (key[b : b + 1] for key in keys)
+            keep = mask_from_keys((r0, r1, c0, c1), q1 - q0, k1 - k0, options.dropout_p)
         sequence_out, sequence_lse = attend(q_b, k_b, v_b, NO_LENGTHS, sequence, keep)
         out[q0:q1], lse[:, q0:q1] = sequence_out[0].transpose(0, 1), sequence_lse[0]
     return out, lse

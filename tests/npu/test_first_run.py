@@ -126,7 +126,8 @@ FAKE = """
 import json, sys, time
 def answer(**what):
     print("noise @diyfa " + json.dumps(what), flush=True)
-answer(ready={"device": "Ascend910B3", "date": "today", "versions": {}, "chip": {"cube_cores": 20, "vector_cores": 40}})
+device = {"device": "Ascend910B3", "device_type": "npu", "chip": {"cube_cores": 20, "vector_cores": 40}}
+answer(ready={**device, "date": "2026-01-31", "versions": {}})
 for line in sys.stdin:
     step = json.loads(line)
     name = step["name"]

@@ -25,19 +25,17 @@ from diyfa.backends.npu.runtime import multibuffer
 from diyfa.cli.output import err, out, print_json, progress_bar
 from diyfa.lab.first_run.cases import STAGES, Step, steps
 from diyfa.lab.first_run.page import page, print_page
-from diyfa.lab.results import SCHEMA
+from diyfa.lab.results import SCHEMA, check
 
 MARK = "@diyfa "  # before each answer of the worker; CANN prints to the same stream
 WORKER = (sys.executable, "-m", "diyfa.lab.first_run.worker")
 ENDING_S = 3.0  # time that a process may take to end after its last output
 START_LIMIT_S = 300.0  # time to import torch_npu and open the device
-# Entries of the JSON file that a resumed run needs.
 # Kinds of `diyfa.lab.results` of the rows that a worker sends, by their table.
 ROW_KINDS = {
     "numerics": "numerics", "equivalence": "equivalence", "tiles": "tile", "dtypes": "attention",
     "attention": "attention", "done": "done",
 }  # fmt: skip
-RESUME_ENTRIES = {"schema": int, "date": str, "done": list, "replaced": list, "rows": list}
 OUTPUT_LINES = 20  # last lines of a process's output, for the row of its crash
 
 Row = dict[str, Any]
@@ -172,11 +170,9 @@ class Run:
             earlier = json.loads(self.path.read_text(encoding="utf-8"))
             is_same = all(earlier[name] == current[name] for name in ("device", "versions", "chip", "switches"))
             is_same = is_same and earlier["smoke"] == self.request.smoke
-            is_complete = all(isinstance(earlier[entry], kind) for entry, kind in RESUME_ENTRIES.items())
-            is_complete = is_complete and all(
-                isinstance(text, str) for text in (*earlier["done"], *earlier["replaced"])
-            )
-            if not (is_complete and all(isinstance(tiles, list) for tiles in earlier.get("without", {}).values())):
+            texts = [earlier["done"], earlier["replaced"]]
+            are_lists = all(isinstance(part, list) for part in (*texts, *earlier.get("without", {}).values()))
+            if check(earlier) or not are_lists or not all(isinstance(text, str) for part in texts for text in part):
                 raise ValueError("a part has another type")
             if is_same:
                 page(earlier, [self.path])  # raises if its rows lack what the page shows

@@ -179,13 +179,6 @@ def attention_tasks(problem: AttentionProblem, kernel: str, block_m: int, block_
     """
     rows, keys = problem.seqlen_q, problem.seqlen_k
     offset = keys - rows
-    if kernel == "dbias":
-        shared = problem.batch * problem.heads_q
-        for row0 in range(0, rows, block_m):
-            seen = range(0, min(keys, row0 + block_m + offset) if problem.causal else keys, block_n)
-            cut = sum(n0 + block_n > row0 + offset for n0 in seen) if problem.causal else 0
-            yield Task(shared * len(seen), shared * cut)
-        return
     if kernel == "dkdv":
         group = problem.heads_q // problem.heads_kv
         for n0 in range(0, keys, block_n):
@@ -194,11 +187,11 @@ def attention_tasks(problem: AttentionProblem, kernel: str, block_m: int, block_
             cut = sum(n0 + block_n > row0 + offset for row0 in range(low, rows, block_m)) if problem.causal else 0
             yield Task(tiles * group, cut * group)
         return
+    heads = problem.batch * problem.heads_q if kernel == "dbias" else 1
     for row0 in range(0, rows, block_m):
-        high = min(keys, row0 + block_m + offset) if problem.causal else keys
-        tiles = -(-max(0, high) // block_n)
-        cut = sum(n0 + block_n > row0 + offset for n0 in range(0, max(0, high), block_n)) if problem.causal else 0
-        yield Task(tiles, cut)
+        seen = range(0, min(keys, row0 + block_m + offset) if problem.causal else keys, block_n)
+        cut = sum(n0 + block_n > row0 + offset for n0 in seen) if problem.causal else 0
+        yield Task(heads * len(seen), heads * cut)
 
 
 def scheduled(costs: list[float], programs: int, zigzag: bool = True) -> list[float]:

@@ -156,10 +156,7 @@ class Reader:
             self.ops.append(Op("scalar", "memref", frames))
 
     def _result(self, name: str, operation: str) -> None:
-        if "get_sub_block_idx" in operation or (
-            operation.startswith("arith.")
-            and any(value in self.sub_block for value in re.findall(r"%[\w#-]+", operation))
-        ):
+        if _depends_on_core(operation, self.sub_block):
             self.sub_block.add(name)
         types = _MEMREF.findall(operation)
         if not types or operation.startswith("scf."):
