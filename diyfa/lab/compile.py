@@ -70,16 +70,17 @@ def load_compiler(name: str) -> Any:
     return import_module(f"diyfa.lab.{name}.aot")
 
 
-def _compiler(target: str, select: Mapping[str, Any] | None) -> Any:
-    """Return the module that compiles for `target`. Raises typer.BadParameter if it is unknown or takes no `select`."""
+def _jobs(target: str, only: str | None, select: Mapping[str, Any] | None, every: int) -> tuple[Any, list[Any]]:
+    """Return the module that compiles for `target`, and its jobs.
+
+    Raises typer.BadParameter if `target` is unknown or takes no `select`.
+    """
     name = backend_for(target)
     if select is not None and name != "npu":
         raise typer.BadParameter("--kernel, --dtype, --head-dim, --mode and --tile are for Ascend chips; use --only")
-    return load_compiler(name)
-
-
-def _selected(select: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {} if select is None else {"select": select}
+    compiler = load_compiler(name)
+    selected = {} if select is None else {"select": select}
+    return compiler, list(compiler.jobs_for(target, only, every, **selected))
 
 
 def list_cases(
@@ -87,13 +88,13 @@ def list_cases(
 ) -> int:
     """Print the kernels and cases that `run` would compile. Return the exit status, 2 if there are none."""
     target = resolve(target)
-    cases = _compiler(target, select).cases(target, only, every, **_selected(select))
+    _, jobs = _jobs(target, only, select, every)
     if json:
-        print_json({"target": target, "cases": [{"kernel": kernel, "case": case} for kernel, case in cases]})
+        print_json({"target": target, "cases": [{"kernel": job.kernel, "case": job.case} for job in jobs]})
     else:
-        for kernel, case in cases:
-            out.print(f"{kernel} {case}", markup=False, highlight=False, soft_wrap=True)
-    return 0 if cases else 2
+        for job in jobs:
+            out.print(f"{job.kernel} {job.case}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if jobs else 2
 
 
 def _spills(report: CompileReport) -> str:
@@ -129,11 +130,11 @@ def run(target: str, only: str | None, json: bool, select: Mapping[str, Any] | N
     """
     target = resolve(target)
     reports: list[CompileReport] = []
-    compiler = _compiler(target, select)
-    cases = compiler.cases(target, only, every, **_selected(select))
+    compiler, jobs = _jobs(target, only, select, every)
     with progress_bar(not json) as progress:
-        task = progress.add_task(f"compiling for {target}", total=len({*cases}), note="")
-        for report in compiler.compile_kernels(target, only, every, **_selected(select)):
+        cases = {(job.kernel, job.case) for job in jobs}
+        task = progress.add_task(f"compiling for {target}", total=len(cases), note="")
+        for report in compiler.compile_jobs(jobs, target):
             reports.append(report)
             done = len({(each.kernel, each.case) for each in reports})  # several compilers may compile one case
             n_failed = sum(not each.ok for each in reports)

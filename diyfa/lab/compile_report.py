@@ -38,14 +38,16 @@ class _Job(Protocol):
 Job = TypeVar("Job", bound=_Job)
 
 
-def sample_jobs(every: int, jobs: Iterable[Job], target: str) -> Iterator[Job]:
+def sample_jobs(every: int, jobs: Iterable[Job], target: str, only: str | None = None) -> Iterator[Job]:
     """Yield the first case of each kernel, and one in `every` of the others, of all that is compiled for `target`.
 
-    A checksum of the names selects them: every nth of a list might always be the same tile. It includes the target, so
-    that targets have different cases.
+    `only` leaves out jobs whose "kernel case" does not contain it. A checksum of the names selects: every nth of a list
+    might always be the same tile. It includes the target, so that targets have different cases.
     """
     seen = set()
     for job in jobs:
-        if job.kernel not in seen or crc32(f"{target} {job.kernel} {job.case}".encode()) % every == 0:
-            yield job
-        seen.add(job.kernel)
+        name = f"{job.kernel} {job.case}"
+        if only is None or only in name:
+            if job.kernel not in seen or crc32(f"{target} {name}".encode()) % every == 0:
+                yield job
+            seen.add(job.kernel)

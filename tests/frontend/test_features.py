@@ -27,7 +27,7 @@ from diyfa import plan as planning
 from diyfa import registry, testing, yardstick
 from diyfa.features import COMPOSABLE, FEATURES, GRADIENTS, SHAPE_FEATURES, Broadcast, Feature, Shape
 from diyfa.features import REFUSABLE as ALL_REFUSABLE
-from diyfa.lab.examples import example_gradients, example_tensors
+from diyfa.lab.examples import example_attention, example_gradients, example_tensors
 from diyfa.lab.first_run.cases import SMOKE, features_in
 from diyfa.lab.validate import CASES as VALIDATED
 from diyfa.options import AttentionOptions
@@ -441,12 +441,11 @@ def test_the_forward_kernel_of_cuda_gets_its_tensors(feature: Feature) -> None:
     from diyfa.backends.cuda.attention import fwd
     from diyfa.backends.cuda.attention.configs import default_config
     from diyfa.backends.cuda.attention.launch import UNALIGNED_POINTERS
-    from diyfa.lab.cuda import specs
 
     if feature.refusal_name not in IMPLEMENTED:
         pytest.skip("refused")
     problem = plain(dtype="float16", arch="sm_90", device_type="cuda", **feature.example)
-    tensors, out, lse = specs.call_tensors(problem)
+    tensors, out, lse = example_attention(problem)
     tile = default_config("fwd", problem)
     assert tile is not None
     arguments = fwd.make_launch(problem, tensors, out, lse, tile).arguments

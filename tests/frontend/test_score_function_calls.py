@@ -371,10 +371,11 @@ from diyfa.backends.cuda.runtime.binaries import binary_key
 from diyfa.backends.cuda.runtime.launcher import launch_signature
 from diyfa.features import SCORE_EXAMPLE
 from diyfa.lab.cuda import specs
+from diyfa.lab.examples import example_attention
 
 def key(source):
     problem = specs._problem("sm_90", "float16", 64).replace(score_fn=source)
-    launch = fwd.make_launch(problem, *specs.call_tensors(problem), default_config("fwd", problem))
+    launch = fwd.make_launch(problem, *example_attention(problem), default_config("fwd", problem))
     return binary_key("sm_90", launch, launch_signature(launch))
 
 print(key(SCORE_EXAMPLE), key(SCORE_EXAMPLE.replace("0.9", "0.8")), key(""))

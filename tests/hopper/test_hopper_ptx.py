@@ -204,7 +204,11 @@ def test_nothing_is_hooked_in_another_triton(monkeypatch: pytest.MonkeyPatch) ->
 COMPILE = """
 import json, re
 import aot_kernels, triton
-from diyfa.lab.cuda import aot, matmul_specs, specs as attention_specs
+from triton.backends.compiler import GPUTarget
+from diyfa.backends.cuda.runtime.jit import triton_source
+from diyfa.backends.cuda.runtime.launcher import kernel_source, launch_signature
+from diyfa.lab.cuda import matmul_specs, specs as attention_specs
+from diyfa.lab.examples import example_attention
 from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
 from diyfa.backends.cuda.hopper.configs import Sm90Config
 from diyfa.backends.cuda.hopper import matmul, matmul_configs
@@ -213,8 +217,9 @@ from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.problem import MatmulProblem
 
 def compiled(spec):
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
-    return triton.compile(aot._source(spec), target=aot.target("sm_90"), options=options)
+    launch = spec.launch
+    source = triton_source(launch.kernel, kernel_source(launch, launch_signature(launch)))
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
 
 def counts(ptx):
     return {name: len(re.findall(pattern, ptx)) for name, pattern in PATTERNS.items()}
@@ -232,14 +237,14 @@ PATTERNS = {
 MOVING = ("_transpose", "_prepare", "_convert", "sum_partials", "preprocess", "_clear", "_merge", "/combine")
 problem = attention_specs._problem("sm_90", "bfloat16", 128, False).replace(seqlen_q=16384, seqlen_k=16384)
 config = Sm90Config(2, 64, 2, True, 240, 24)
-launch = hopper_fwd_launch.make_launch(problem, *attention_specs.call_tensors(problem), config)
+launch = hopper_fwd_launch.make_launch(problem, *example_attention(problem), config)
 spec = attention_specs._hopper_spec(problem, config, launch)
 report = {}
 try:
     compiled(spec)
 except Exception as error:
     report["not processed"] = f"{type(error).__name__}: {error}"
-(plain,) = [spec for spec in aot_kernels.compile_specs("sm_90") if spec.case == "plain"]
+(plain,) = [spec for spec in aot_kernels.compile_specs() if spec.case == "plain"]
 before = compiled(plain)
 triton.knobs.compilation.always_compile = True
 made, post_process = [], inline_ptx.post_process
@@ -253,7 +258,8 @@ with post_processing():
     product = next(x for x in matmul_specs.compile_specs("sm_90") if "float8" in x.case and " c2 " in x.case)
     lines = compiled(product).asm["ttgir"].splitlines()
     # In the gate few rows of a have the default tiles that calls of so many rows take.
-    product_kernels = {x.constexprs["config"] for x in matmul_specs.compile_specs("sm_90") if x.kernel == "matmul/sm90"}
+    every = matmul_specs.compile_specs("sm_90")
+    product_kernels = {x.launch.constants["config"] for x in every if x.kernel == "matmul/sm90"}
     half = MatmulProblem("cuda", "sm_90", "float16", "float16", "float16", 1, 1, 4096, aligned=True)
     few = [half.replace(m=m, n=n, k=k) for m in (1, 32) for n in (1024, 4096, 8192) for k in (512, 4096)]
     called = [matmul.constants(x, matmul_configs.select_config(x)) for x in few]

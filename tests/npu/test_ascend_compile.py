@@ -413,9 +413,9 @@ def test_a_missing_compiler_is_named() -> None:
     """Asked to compile without the compilers, or in the interpreter, the backend says what to do."""
     code = (
         "from diyfa.lab.npu import aot\n"
-        "try:\n    next(aot.compile_all('Ascend910B3'))\n"
+        "try:\n    next(aot.compile_jobs(aot.jobs_for('Ascend910B3'), 'Ascend910B3'))\n"
         "except aot.CompilerMissing as error:\n    print(error)\n"
-        "try:\n    next(aot.compile_all('Ascend310P3'))\n"
+        "try:\n    aot.jobs_for('Ascend310P3')\n"
         "except ValueError as error:\n    print(error)\n"
     )
     expected = "unset it to compile" if _missing() != "triton-ascend" else "install triton-ascend"

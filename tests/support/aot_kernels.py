@@ -6,21 +6,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
 import dropout_kernels
+import torch
 import triton
 import triton.language as tl
 from typer.testing import CliRunner
 
 from diyfa.backends.cuda.attention.configs import AttentionConfig, fits, shared_bytes
 from diyfa.backends.cuda.hopper import configs as hopper_configs
+from diyfa.backends.cuda.runtime.jit import compile_for
+from diyfa.backends.cuda.runtime.launcher import launch_signature
 from diyfa.cli.app import app
 from diyfa.lab.cuda import aot, specs
 from diyfa.lab.cuda.aot import CompileSpec
 from diyfa.lab.cuda.sass import disassembled, loops_over_keys
+from diyfa.problem import Launch
 
+POINTERS = ("a_ptr", "b_ptr", "c_ptr")
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 SHIPPED = {  # a covering few: the whole set is what `diyfa compile` compiles
     "sm_75": "pointers float16 64x64x16",
@@ -49,51 +55,32 @@ def product_kernel(a_ptr, b_ptr, c_ptr, BLOCK: tl.constexpr, REPEAT: tl.constexp
 
 
 @triton.jit
-def descriptor_kernel(a_desc, c_desc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    row = tl.program_id(0) * BLOCK_M
-    c_desc.store([row, 0], a_desc.load([row, 0]))  # [BLOCK_M, BLOCK_N]
-
-
-@triton.jit
 def broken_kernel(a_ptr, BLOCK: tl.constexpr):
     tl.store(a_ptr + tl.arange(0, BLOCK), tl.arange(0, 2 * BLOCK))
 
 
 def _product(case, block, num_warps, **options):
-    pointers = ("a_ptr", "b_ptr", "c_ptr")
-    constants = {"BLOCK": block, "REPEAT": 4}
-    signature = dict.fromkeys(pointers, "*fp16")
-    return CompileSpec(
-        "product", case, product_kernel, signature, constants, num_warps, 2, options, aligned=frozenset(pointers)
-    )
+    pointers = {name: torch.empty(4, block, block, dtype=torch.float16, device="meta") for name in POINTERS}
+    options |= {"num_warps": num_warps, "num_stages": 2}
+    return CompileSpec(Launch(product_kernel, 1, pointers, {"BLOCK": block, "REPEAT": 4}, options), "product", case)
 
 
-def compile_specs(arch):
+def compile_specs():
     yield _product("plain", 32, 4)
-    yield _product("unaligned", 16, 1)
+    yield _product("one warp", 16, 1)
     # A 128x128 float32 accumulator is 128 registers for each of 128 threads: 64 cannot hold it.
     yield _product("spilling", 128, 4, maxnreg=64)
     yield replace(_product("budgeted", 128, 4, maxnreg=64), spill_budget=1 << 20)
-    yield CompileSpec("broken", "shapes", broken_kernel, {"a_ptr": "*i32"}, {"BLOCK": 16}, 4, 2)
-
-
-def descriptor_specs(arch):
-    block = {"BLOCK_M": 64, "BLOCK_N": 32}
-    signature = {"a_desc": "tensordesc<fp16[64,32]>", "c_desc": "tensordesc<fp16[64,32]>"}
-    yield CompileSpec("descriptor", "copy", descriptor_kernel, signature, block, 4, 2)
-
-
-def incomplete_specs(arch):
-    yield CompileSpec("product", "no b_ptr", product_kernel, {"a_ptr": "*fp16", "c_ptr": "*fp16"}, {"BLOCK": 16}, 1, 1)
+    a = torch.empty(32, dtype=torch.int32, device="meta")
+    yield CompileSpec(Launch(broken_kernel, 1, {"a_ptr": a}, {"BLOCK": 16}, {}), "broken", "shapes")
 
 
 def _ptx(spec: CompileSpec) -> str:
-    options = {"num_warps": spec.num_warps, **aot.COMPILE_OPTIONS}
-    return triton.compile(aot._source(spec), target=aot.target("sm_90"), options=options).asm["ptx"]
+    return compile_for("sm_90", spec.launch, launch_signature(spec.launch)).asm["ptx"]
 
 
-def _compiled(arch: str, source: Any, only: str | None = None) -> dict[str, dict[str, Any]]:
-    return {f"{r.kernel} {r.case}": asdict(r) for r in aot.compile_all(arch, [source], only)}
+def _compiled(arch: str, specs: Iterable[CompileSpec]) -> dict[str, dict[str, Any]]:
+    return {f"{spec.kernel} {spec.case}": asdict(aot.compile_spec(arch, spec)) for spec in specs}
 
 
 def _shipped(arch: str) -> tuple[int, str]:
@@ -111,7 +98,7 @@ def _shared_with_a_bias(arch: str, dtype: str, head_dim: int, kind: str, bias: s
 
 def _unspecialised_groups() -> list[str]:
     """Kernels that Triton would compile once more for one query head per key head."""
-    kernels = {spec.kernel: spec.fn for spec in specs.compile_specs("sm_90")}
+    kernels = {spec.kernel: spec.launch.kernel for spec in specs.compile_specs("sm_90")}
     groups = {name: p for name, fn in kernels.items() for p in fn.params if p.name in ("group", "group_size")}
     assert {"attention_fwd/v2", "attention_bwd/dkdv", "attention_bwd/dq"} <= groups.keys()
     return [name for name, p in groups.items() if not p.do_not_specialize]
@@ -120,8 +107,9 @@ def _unspecialised_groups() -> list[str]:
 def _with_few_registers() -> list[tuple[str, ...]]:
     """The notes of a Hopper kernel as it is, and with too few registers."""
     spec = next(s for s in specs._hopper_specs("sm_90") if "D=128 causal 2x64x128" in s.case)
-    tight = replace(spec.constexprs["config"], consumer_registers=160, block_n=128)
-    others = replace(spec, constexprs={**spec.constexprs, "config": tight})
+    constants = spec.launch.constants
+    tight = replace(constants["config"], consumer_registers=160, block_n=128)
+    others = replace(spec, launch=spec.launch._replace(constants={**constants, "config": tight}))
     return [aot.compile_spec("sm_90", each).notes for each in (spec, others)]
 
 
@@ -130,28 +118,20 @@ def _loops_with_a_block_mask() -> dict[str, list[int]]:
     lengths = {}
     for name, case in {"dense": "D=128 full 2x64x128", "mask": "D=128 mask full of 128x128"}.items():
         spec = next(s for s in specs._hopper_specs("sm_90") if case in s.case)
-        options = {"num_warps": spec.num_warps, **aot.COMPILE_OPTIONS, **spec.options}
-        with aot.post_processing():
-            compiled = triton.compile(aot._source(spec), target=aot.target("sm_90"), options=options)
+        compiled = compile_for("sm_90", spec.launch, launch_signature(spec.launch))
         lengths[name] = [len(body) for body in loops_over_keys(disassembled(compiled.asm["cubin"]))]
     return lengths
 
 
 def main() -> None:
-    try:
-        incomplete = str(_compiled("sm_80", incomplete_specs))
-    except Exception as error:
-        incomplete = str(error)
     kernels = {arch: {spec.kernel for spec in specs.compile_specs(arch)} for arch in ARCHS}
     assert all("attention_fwd/v2" in found for found in kernels.values())
     refusal = hopper_configs.environment_refusal()
     print(json.dumps({
-        "plain": {arch: _compiled(arch, compile_specs, "plain") for arch in ARCHS},
-        "toys": _compiled("sm_80", compile_specs),
-        "again": _compiled("sm_80", compile_specs, "spilling"),
-        "descriptors": {arch: _compiled(arch, descriptor_specs) for arch in ("sm_80", "sm_90", "sm_100")},
-        "incomplete": incomplete,
-        "dropout": _compiled("sm_90", dropout_kernels.cuda_specs),
+        "plain": {arch: _compiled(arch, [_product("plain", 32, 4)]) for arch in ARCHS},
+        "toys": _compiled("sm_80", compile_specs()),
+        "again": _compiled("sm_80", [_product("spilling", 128, 4, maxnreg=64)]),
+        "dropout": _compiled("sm_90", dropout_kernels.cuda_specs()),
         "merges": [_ptx(spec) for spec in specs._merges()],
         "sums": [_ptx(spec) for spec in specs._sums("sm_90")],
         "shipped": {arch: _shipped(arch) for arch in SHIPPED},

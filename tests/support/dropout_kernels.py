@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+from diyfa.problem import Launch
 
 # Triton 3.9 has none; the Ascend compiler turns any other masked store into a loop over its elements.
 BLOCK_POINTERS = tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 9)
@@ -56,30 +59,32 @@ def constants(helpers, block_m, block_n, transposed, origins=False):
     }
 
 
-def signature(threshold):
-    """Types of the other arguments; `threshold` is "i32" or "fp32"."""
-    integers = dict.fromkeys(("b", "h", "row0", "column0", "rows", "columns"), "i32")
-    return {"rng_state_ptr": "*i64", "keep_ptr": "*fp32", "threshold": threshold, **integers}
+def launch(threshold, constants, **options):
+    """A launch without memory; `threshold` is an int or a float."""
+    numbers = dict.fromkeys(("b", "h", "row0", "column0", "rows", "columns"), 7)
+    pointers = {
+        "rng_state_ptr": torch.empty(2, dtype=torch.int64, device="meta"), "keep_ptr": torch.empty(49, device="meta"),
+    }  # fmt: skip
+    return Launch(mask_kernel, 1, {**pointers, **numbers, "threshold": threshold}, constants, options)
 
 
-def cuda_specs(arch):
+def cuda_specs():
     """For `diyfa.lab.cuda.aot`."""
     from diyfa.backends.cuda.attention import dropout
     from diyfa.lab.cuda.aot import CompileSpec
 
     for transposed in (False, True):
         for num_warps, block_m, block_n in ((4, 64, 32), (8, 64, 64)):
-            yield CompileSpec(
-                "dropout", f"{block_m}x{block_n}{' transposed' if transposed else ''}", mask_kernel,
-                signature("i32"), constants(dropout, block_m, block_n, transposed), num_warps, 1,
-            )  # fmt: skip
+            given = constants(dropout, block_m, block_n, transposed)
+            case = f"{block_m}x{block_n}{' transposed' if transposed else ''}"
+            yield CompileSpec(launch(7, given, num_warps=num_warps, num_stages=1), "dropout", case)
 
 
 def npu_jobs():
     """For `diyfa.lab.npu.specs`."""
     from diyfa.backends.npu.attention import dropout
-    from diyfa.lab.npu.specs import Job
+    from diyfa.lab.npu.specs import kernel_job
 
     for transposed in (False, True):
         case = "64x128 transposed" if transposed else "64x128"
-        yield Job("dropout", case, mask_kernel, signature("fp32"), constants(dropout, 64, 128, transposed))
+        yield kernel_job("dropout", case, launch(7.0, constants(dropout, 64, 128, transposed)))

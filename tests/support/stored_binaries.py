@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -70,21 +71,13 @@ def make(folder: Path) -> dict[str, Any]:
 
 def many_keys() -> dict[str, str]:
     """The keys of half of the kernels that are compiled ahead of time."""
-    from diyfa.lab.cuda import aot, matmul_specs, specs
+    from diyfa.lab.cuda import matmul_specs, specs
 
-    keys: dict[str, str] = {}
-    make_spec = aot.launch_spec
-
-    def spy(launch: Launch, kernel: str, case: str, *rest: Any, **others: Any) -> Any:
-        keys[f"{kernel} {case}"] = binaries.binary_key(ARCH, launch, launcher.launch_signature(launch))
-        return make_spec(launch, kernel, case, *rest, **others)
-
-    aot.launch_spec = specs.launch_spec = matmul_specs.launch_spec = spy  # type: ignore[attr-defined]
-    for source in (specs.compile_specs, matmul_specs.compile_specs):
-        for _ in zip(range(150), source(ARCH), strict=False):
-            pass
-    aot.launch_spec = specs.launch_spec = matmul_specs.launch_spec = make_spec  # type: ignore[attr-defined]
-    return keys
+    some = [spec for each in (specs, matmul_specs) for spec in itertools.islice(each.compile_specs(ARCH), 150)]
+    return {
+        f"{spec.kernel} {spec.case}": binaries.binary_key(ARCH, spec.launch, launcher.launch_signature(spec.launch))
+        for spec in some
+    }
 
 
 def share_folder(folder: Path) -> dict[str, Any]:

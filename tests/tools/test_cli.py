@@ -782,11 +782,11 @@ def compile_to(monkeypatch):
     """Let `diyfa compile` print these reports; `asked` is what the compiler was called with."""
 
     def compile_to(*reports, cases=()):
-        def compile_kernels(target, only=None, every=1, select=None):
+        def jobs_for(target, only=None, every=1, select=None):
             compiler.asked = (target, only, select)
-            return iter(reports)
+            return [SimpleNamespace(kernel="", case=case) for case in cases]
 
-        compiler = SimpleNamespace(cases=lambda *_, **__: cases, compile_kernels=compile_kernels)
+        compiler = SimpleNamespace(jobs_for=jobs_for, compile_jobs=lambda jobs, target: iter(reports))
         monkeypatch.setattr("diyfa.lab.compile.load_compiler", lambda name: compiler)
         return compiler
 

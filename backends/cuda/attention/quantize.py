@@ -71,7 +71,6 @@ class QuantizeConstants(Constants):
     smooth: bool
     integers: bool
     largest: float
-    precision: str
 
 
 @triton.jit
@@ -117,7 +116,7 @@ def _load_slices(base, rows, stride_m, n_rows, matrix, scale, c: tl.constexpr):
         x = _load(base, rows, columns, stride_m, n_rows, c)
         if c.ROTATE:
             zero = tl.zeros([c.BLOCK_M, c.SLICE], tl.float32)
-            x = dot_add(x, matrix, zero, c.PRECISION)
+            x = dot_add(x, matrix, zero, "ieee")
             x = tl.where((columns < c.HEAD_DIM)[None, :], x * scale, 0.0)
         slices += (x.to(tl.float32),)
     if c.ROTATE:
@@ -295,7 +294,7 @@ def constants(x: torch.Tensor, scheme: Scheme, mode: int) -> QuantizeConstants:
         head_dim=x.shape[3], block_m=block_m, block_d=block_d, blocks=ROTATED_BLOCKS if scheme.rotate else 1,
         slice=min(block_d, max(ROTATED_COLUMNS, block_d // 4)) if scheme.rotate else block_d, mode=mode,
         kind=scheme.kind, rotate=scheme.rotate, smooth=scheme.smooth, integers=scheme.dtype == torch.int8,
-        largest=scheme.largest, precision="ieee",
+        largest=scheme.largest,
     )  # fmt: skip
 
 

@@ -37,7 +37,6 @@ from diyfa.tuning import bucket_size
 TL_DTYPE = {
     "float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32, "float8_e4m3fn": tl.float8e4nv
 }  # fmt: skip
-TORCH_DTYPE = {name: getattr(torch, name) for name in TL_DTYPE}
 SUM_BLOCK = 1024
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 
-import torch
-
 from diyfa.backends.cuda.hopper.matmul_configs import Sm90MatmulConfig
 from diyfa.backends.cuda.matmul.configs import (
     MatmulConfig,
@@ -15,10 +13,11 @@ from diyfa.backends.cuda.matmul.configs import (
     unsupported_pointers,
     unsupported_tma,
 )
-from diyfa.backends.cuda.matmul.kernel import TORCH_DTYPE, make_launches
-from diyfa.lab.cuda.aot import CompileSpec, launch_spec
+from diyfa.backends.cuda.matmul.kernel import make_launches
+from diyfa.lab.cuda.aot import CompileSpec
+from diyfa.lab.examples import example_matmul
 from diyfa.options import ACTIVATIONS
-from diyfa.problem import MatmulProblem, MatmulTensors
+from diyfa.problem import MatmulProblem
 
 # (dtype of inputs, of the product, of the result, precision)
 CASES = (
@@ -66,14 +65,12 @@ def _epilogue_specs(arch: str, refusals: Mapping[str, Callable[[MatmulProblem], 
         config = None if refusals[form](problem) else default_config(problem, form)
         if config is None:
             continue
-        bias = torch.empty(problem.n, dtype=torch.float16, device="meta")
-        a, b, c = _example_tensors(problem, b_transposed=True)
-        tensors = MatmulTensors(a, b, bias)
+        tensors, c = example_matmul(problem, b_transposed=True)
         tile = f"{config.block_m}x{config.block_n}x{config.block_k} split{config.split_k}"
         launch = make_launches(problem, tensors, c, config)[-1]  # of two, the one with the epilogue
         name = "sum" if config.split_k > 1 else form
         case = f"float16 bT {tile} bias {activation or ''}".rstrip()
-        yield launch_spec(launch, f"matmul/{name}", case, GELU_SPILLS if activation == "gelu" else 0)
+        yield CompileSpec(launch, f"matmul/{name}", case, GELU_SPILLS if activation == "gelu" else 0)
 
 
 def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
@@ -121,22 +118,14 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
 def _hopper_spec(problem: MatmulProblem, config: Sm90MatmulConfig) -> CompileSpec:
     from diyfa.backends.cuda.hopper import matmul
 
-    def matrix(rows: int, columns: int, row_major: bool, dtype: str) -> torch.Tensor:
-        shape = (rows, columns) if row_major else (columns, rows)
-        x = torch.empty(shape, dtype=TORCH_DTYPE[dtype], device="meta")
-        return x if row_major else x.t()
-
     a_by_k, b_by_k = problem.k_major
-    a, b = matrix(problem.m, problem.k, a_by_k, problem.dtype), matrix(problem.k, problem.n, not b_by_k, problem.dtype)
-    c = matrix(problem.m, problem.n, True, problem.out_dtype)
-    bias = torch.empty(problem.n, dtype=TORCH_DTYPE[problem.dtype], device="meta") if problem.bias else None
-    launch, *_ = matmul.make_launches(problem, _with_descales(a, b)._replace(bias=bias), c, config)
+    launch, *_ = matmul.make_launches(problem, *example_matmul(problem, not a_by_k, b_by_k), config)
     rows = launch.constants["config"].a_rows
     case = f"{problem.dtype}->{problem.out_dtype} {'nt'[not a_by_k]}{'nt'[b_by_k]} "
     case += f"{config.block_m}x{config.block_n}x{config.block_k} s{config.stages} c{config.consumers}"
     case += f"{' pingpong' * config.pingpong} group{config.group_m} split{config.split_k}{' bias' * problem.bias}"
     case += f" {rows} rows" * (rows < config.rows)
-    return launch_spec(launch, "matmul/sm90", f"{case} {problem.activation or ''}".rstrip(), clean_loops=True)
+    return CompileSpec(launch, "matmul/sm90", f"{case} {problem.activation or ''}".rstrip(), clean_loops=True)
 
 
 def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[CompileSpec]:
@@ -147,40 +136,17 @@ def _config_specs(problem: MatmulProblem, config: MatmulConfig) -> Iterator[Comp
     case = f"{types} {config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}"
     if config.form == "tma":
         for b_transposed in (False, True):
-            a, b, c = _example_tensors(problem, b_transposed)
-            launch, *_ = make_launches(problem, _with_descales(a, b), c, config)
+            launch, *_ = make_launches(problem, *example_matmul(problem, b_transposed=b_transposed), config)
             suffix = " persistent" * config.persistent + " halves" * config.store_halves + " bT" * b_transposed
-            yield launch_spec(launch, "matmul/tma", case + suffix)
+            yield CompileSpec(launch, "matmul/tma", case + suffix)
         return
     # Unaligned sizes are odd, so they always need the mask along K.
     for even in (True, False) if problem.aligned else (False,):
         some = problem.replace(k=problem.k if even else problem.k + 16)
         if not problem.aligned:
             some = problem.replace(m=problem.m + 1, n=problem.n + 1, k=problem.k + 1)
-        a, b, c = _example_tensors(some)
-        launch, *_ = make_launches(some, _with_descales(a, b), c, config)
+        launch, *_ = make_launches(some, *example_matmul(some), config)
         if launch.constants["c"].even_k != even:  # blocks of 16 divide every aligned K
             continue
         suffix = f" split{config.split_k}{' masked' * (not even)}{' odd' * (not problem.aligned)}"
-        yield launch_spec(launch, "matmul/pointers", case + suffix, POINTER_SPILLS)
-
-
-def _with_descales(a: torch.Tensor, b: torch.Tensor) -> MatmulTensors:
-    """Return a and b, of float8 with descales of rows and columns."""
-    if a.dtype != torch.float8_e4m3fn:
-        return MatmulTensors(a, b)
-    descales = (torch.empty(size, dtype=torch.float32, device="meta") for size in (a.shape[0], b.shape[1]))
-    return MatmulTensors(a, b, None, *descales)
-
-
-def _example_tensors(
-    problem: MatmulProblem, b_transposed: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a, b and c without memory."""
-
-    def empty(rows: int, columns: int, dtype: str) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=TORCH_DTYPE[dtype], device="meta")
-
-    m, n, k = problem.m, problem.n, problem.k
-    b = empty(n, k, problem.dtype).t() if b_transposed else empty(k, n, problem.dtype)
-    return empty(m, k, problem.dtype), b, empty(m, n, problem.out_dtype)
+        yield CompileSpec(launch, "matmul/pointers", case + suffix, POINTER_SPILLS)

@@ -1,7 +1,7 @@
 """The attention kernels that are compiled ahead of time for an architecture: every shipped tile, every feature once.
 
 Plain problems are compiled with every tile of the table, problems with features with the default tile. Launchers
-describe the launch of each problem, and its signature follows from that (`aot.launch_spec`), so a kernel that gains an
+describe the launch of each problem, and its signature follows from that (`aot.compile_spec`), so a kernel that gains an
 argument needs no change here.
 """
 
@@ -45,18 +45,15 @@ from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.block_lists import Selection
 from diyfa.eight_bits import EIGHT_BITS, PER_BLOCK, PER_HEAD, PER_TENSOR, Scheme
 from diyfa.features import EVERYTHING, SCORE_EXAMPLE, dtype_name
-from diyfa.lab.cuda.aot import CompileSpec, launch_spec
-from diyfa.lab.examples import example_kvcache, example_tensors
+from diyfa.lab.cuda.aot import CompileSpec
+from diyfa.lab.examples import example_attention, example_gradients, example_kvcache
 from diyfa.mask_terms import Comparison, terms_of
 from diyfa.problem import (
     VARLEN,
-    AttentionGradients,
     AttentionProblem,
-    AttentionTensors,
     KVCacheProblem,
     Launch,
     NewKeys,
-    empty_output,
 )
 from diyfa.score_programs import function_name
 
@@ -132,35 +129,38 @@ def feature_problems(arch: str) -> Iterator[AttentionProblem]:
     yield _problem(arch, half, 64).replace(score_fn=CAPPED, bias=half, bias_grad=True)
 
 
+# Descales of each tensor, of each head, of each block of q and k, and means.
+TENSOR = dict.fromkeys(("q_descale", "k_descale", "v_descale"), PER_TENSOR)
+HEAD = dict.fromkeys(TENSOR, PER_HEAD)
+BLOCK = {**dict.fromkeys(TENSOR, PER_BLOCK), "v_descale": PER_HEAD}
+MEANS = {"k_mean": True, "v_mean": True}
+
+
 def eight_bit_problems(arch: str) -> Iterator[AttentionProblem]:
     """Yield problems of float8 and int8 that the GPU runs: each dtype, head dim and kind of descale, all features."""
     spec = gpu_spec(arch)
     if spec is None or not spec.has_bf16:
         return
-    tensor = {"q_descale": PER_TENSOR, "k_descale": PER_TENSOR, "v_descale": PER_TENSOR}
-    head = {"q_descale": PER_HEAD, "k_descale": PER_HEAD, "v_descale": PER_HEAD}
-    block = {"q_descale": PER_BLOCK, "k_descale": PER_BLOCK, "v_descale": PER_HEAD}
-    means = {"k_mean": True, "v_mean": True}
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048, "window_left": 128, "sinks": True}
     int8, e4m3, bf16 = "int8", "float8_e4m3fn", "bfloat16"
     rows: list[tuple[str, int, dict[str, Any]]] = [
-        (int8, 64, {"value_dtype": bf16, "k_mean": True, **block}),
-        (int8, 128, {"value_dtype": bf16, "k_mean": True, **block}),
-        (int8, 256, {"value_dtype": "float16", "out_dtype": "float16", **tensor}),
-        (int8, 80, {"value_dtype": bf16, "aligned": False, **head}),
-        (int8, 128, {"value_dtype": bf16, **packed, **block}),
+        (int8, 64, {"value_dtype": bf16, "k_mean": True, **BLOCK}),
+        (int8, 128, {"value_dtype": bf16, "k_mean": True, **BLOCK}),
+        (int8, 256, {"value_dtype": "float16", "out_dtype": "float16", **TENSOR}),
+        (int8, 80, {"value_dtype": bf16, "aligned": False, **HEAD}),
+        (int8, 128, {"value_dtype": bf16, **packed, **BLOCK}),
     ]
     if spec.has_fp8:
         rows += [
-            (e4m3, 64, {**block, **means}),
-            (e4m3, 128, {**tensor}),
-            (e4m3, 128, {**block, **means}),
-            (e4m3, 256, {**head}),
-            (e4m3, 192, {"head_dim_v": 128, **head}),
-            (e4m3, 128, {"out_dtype": "float32", "seq_lens": True, **packed, "layout": "bhsd", **head}),
-            (e4m3, 64, {"softcap": 30.0, "alibi": True, "sinks": True, **block, **means}),
-            ("float8_e5m2", 128, {**tensor}),
-            (int8, 128, {"value_dtype": e4m3, **block, **means}),
+            (e4m3, 64, {**BLOCK, **MEANS}),
+            (e4m3, 128, {**TENSOR}),
+            (e4m3, 128, {**BLOCK, **MEANS}),
+            (e4m3, 256, {**HEAD}),
+            (e4m3, 192, {"head_dim_v": 128, **HEAD}),
+            (e4m3, 128, {"out_dtype": "float32", "seq_lens": True, **packed, "layout": "bhsd", **HEAD}),
+            (e4m3, 64, {"softcap": 30.0, "alibi": True, "sinks": True, **BLOCK, **MEANS}),
+            ("float8_e5m2", 128, {**TENSOR}),
+            (int8, 128, {"value_dtype": e4m3, **BLOCK, **MEANS}),
         ]
     for dtype, d, changes in rows:
         yield _problem(arch, dtype, d).replace(**{"out_dtype": bf16, **changes})
@@ -206,27 +206,6 @@ def _with_feature_budget(kind: str, problem: AttentionProblem, config: Attention
     return replace(config, spill_budget=max(allowed, config.spill_budget))
 
 
-def call_tensors(problem: AttentionProblem) -> tuple[AttentionTensors, torch.Tensor, torch.Tensor]:
-    """Return the tensors of a call, out and lse, without memory."""
-
-    def heads(number: int, rows: int, total: int, columns: int, dtype: str = problem.dtype) -> torch.Tensor:
-        leading = (total, number) if problem.varlen else (problem.batch, number, rows)
-        tensor_dtype = getattr(torch, dtype)
-        if problem.aligned:
-            return torch.empty(*leading, columns, dtype=tensor_dtype, device="meta")
-        shape = (*leading[:-1], leading[-1] + 1, columns + 1)
-        return torch.empty(shape, dtype=tensor_dtype, device="meta")[..., 1:, 1:]  # odd strides and address
-
-    q = heads(problem.heads_q, problem.seqlen_q, problem.total_q, problem.head_dim)
-    k = heads(problem.heads_kv, problem.seqlen_k, problem.total_k, problem.head_dim)
-    value_dtype = problem.value_dtype or problem.dtype
-    v = heads(problem.heads_kv, problem.seqlen_k, problem.total_k, problem.head_dim_v, value_dtype)
-    dropout_p = 0.5 if problem.dropout else 0.0
-    tensors = AttentionTensors(q, k, v, 0.125, dropout_p=dropout_p, **example_tensors(problem))
-    out = empty_output(q, problem.head_dim_v, problem.out_dtype).contiguous()
-    return tensors, out, torch.empty(problem.lse_shape, dtype=torch.float32, device="meta")
-
-
 def _spec(kernel: str, problem: AttentionProblem, config: AttentionConfig, launch: Launch) -> CompileSpec:
     features = "+".join(sorted(problem.features - {"gqa"})) or "full"
     if problem.bias_grad and not problem.score_fn:
@@ -237,16 +216,16 @@ def _spec(kernel: str, problem: AttentionProblem, config: AttentionConfig, launc
     if problem.dtype in EIGHT_BITS:
         ragged += f" descales {problem.q_descale}{problem.k_descale}{problem.v_descale}" + " means" * problem.k_mean
     case = f"{problem.dtype} D={problem.head_dim} {features}{ragged} {config.block_m}x{config.block_n} {config.form}"
-    return launch_spec(launch, kernel, f"{case} w{config.num_warps} s{config.num_stages}", config.spill_budget)
+    return CompileSpec(launch, kernel, f"{case} w{config.num_warps} s{config.num_stages}", config.spill_budget)
 
 
 def _forward(problem: AttentionProblem, config: AttentionConfig) -> CompileSpec:
-    return _spec("attention_fwd/v2", problem, config, fwd.make_launch(problem, *call_tensors(problem), config))
+    return _spec("attention_fwd/v2", problem, config, fwd.make_launch(problem, *example_attention(problem), config))
 
 
 def _backward(problem: AttentionProblem, has_dlse: bool, **other_tensors: Any) -> bwd.Backward:
     """Return a backward pass without memory."""
-    tensors, out, lse = call_tensors(problem)
+    tensors, out, lse = example_attention(problem)
     out = out.to(tensors.q.dtype)  # the merged output, whatever the dtype of partial ones
     dout = torch.empty_like(out)
     dlse = torch.empty_like(lse) if has_dlse else None
@@ -255,8 +234,7 @@ def _backward(problem: AttentionProblem, has_dlse: bool, **other_tensors: Any) -
 
 def _gradient(kind: str, problem: AttentionProblem, config: AttentionConfig, has_dlse: bool = False) -> CompileSpec:
     backward = _backward(problem, has_dlse)
-    dtype = getattr(torch, problem.out_dtype or problem.dtype)
-    gradients = AttentionGradients(*(torch.empty_like(x, dtype=dtype) for x in backward.tensors[:3]))
+    gradients = example_gradients(backward.tensors, problem.out_dtype)
     (launch, *_), _ = backward.launches(kind, config, gradients)
     return _spec(f"attention_bwd/{kind}", problem, config, launch)
 
@@ -289,7 +267,7 @@ def _merges() -> Iterator[CompileSpec]:
     """Yield the merge of partial outputs: head dims that fill a tile, and one that does not."""
     for d in (64, 80, 128, 512):
         out, lse = torch.empty(2, 8, 1024, d, device="meta"), torch.empty(2, 8, 1024, device="meta")
-        yield launch_spec(merge.make_launch(out, lse, out, lse), "attention_merge", f"float32 D={d}")
+        yield CompileSpec(merge.make_launch(out, lse, out, lse), "attention_merge", f"float32 D={d}")
 
 
 def _sums(arch: str) -> Iterator[CompileSpec]:
@@ -297,10 +275,10 @@ def _sums(arch: str) -> Iterator[CompileSpec]:
     packed = {"layout": VARLEN, "total_q": 2048, "total_k": 2048, "head_dim_v": 128}
     for d, changes in ((128, {}), (80, packed)):
         problem = _problem(arch, "float16", d).replace(**changes)
-        tensors, _, _ = call_tensors(problem)
+        tensors, _, _ = example_attention(problem)
         memory = [torch.empty(n, device="meta") for n in bwd_partials.partial_sizes(problem, 2)]
         launch = bwd_partials.make_launch(problem, tensors, memory, 2, tensors.k, tensors.v)
-        yield launch_spec(launch, "attention_bwd/sum_partials", f"float16 D={d}")
+        yield CompileSpec(launch, "attention_bwd/sum_partials", f"float16 D={d}")
 
 
 def _clearing() -> Iterator[CompileSpec]:
@@ -308,17 +286,17 @@ def _clearing() -> Iterator[CompileSpec]:
     offsets, lse = torch.empty(9, dtype=torch.int32, device="meta"), torch.empty(8, 4096, device="meta")
     for d, dv in ((64, 64), (80, 80), (192, 128)):
         k, v = (torch.empty(4096, 8, columns, dtype=torch.float16, device="meta") for columns in (d, dv))
-        yield launch_spec(
+        yield CompileSpec(
             clear.make_launch(offsets, 1024, v, None, lse, float("inf")), "attention_clear", f"float16 D={dv} out"
         )
-        yield launch_spec(clear.make_launch(offsets, 1024, k, v), "attention_clear", f"float16 D={d} gradients")
+        yield CompileSpec(clear.make_launch(offsets, 1024, k, v), "attention_clear", f"float16 D={d} gradients")
 
 
 def _bias_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
     tile = bwd_dbias.config(problem)
     assert tile is not None, "head_dims up to 128 have a tile everywhere"
     tile = _with_feature_budget("dbias", problem, tile)
-    bias = call_tensors(problem)[0].attn_bias
+    bias = example_attention(problem)[0].attn_bias
     assert bias is not None, "its gradient is asked for"
     # A full bias, one number for each key, one for each query.
     for name, view in (("tiles", bias), ("keys", bias[:, :, :1]), ("queries", bias[..., :1])):
@@ -340,8 +318,6 @@ def _captured_gradient(problem: AttentionProblem) -> Iterator[CompileSpec]:
 
 def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
     """Yield the Gluon forward with each config of its tables, and its features and masks."""
-    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
-        return
     # First every config of the tables in one dtype; then the other dtype, keys that end inside a block, other lengths.
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
     cases: list[tuple[tuple[int, bool], str, dict[str, Any]]] = [
@@ -404,21 +380,21 @@ def _hopper_specs(arch: str) -> Iterator[CompileSpec]:
         problem = _problem(arch, dtype, d, causal).replace(**{"seqlen_q": 4096, "seqlen_k": 4096, **changes})
         if not hopper_configs.refuses(problem):
             config = hopper_configs.select_config(problem)
-            tensors, out, lse = call_tensors(problem)
+            tensors, out, lse = example_attention(problem)
             totals = hopper_fwd_launch.totals_memory(problem, config, out.device)
             launch = hopper_fwd_launch.make_launch(problem, tensors, out, lse, config, totals)
             yield _hopper_spec(problem, config, launch)
     transpositions = set()
     for problem in _hopper_eight_bit_problems(arch):
         config = hopper_configs.select_config(problem)
-        *transposition, attention = hopper_fwd_launch.forward_pass(problem, *call_tensors(problem)).launches
+        *transposition, attention = hopper_fwd_launch.forward_pass(problem, *example_attention(problem)).launches
         yield _hopper_spec(problem, config, attention)
         lengths = "packed" if problem.varlen else "seq_lens" if problem.seq_lens else "equal"
         case = f"{hopper_configs.value_dtype(problem)} D={problem.head_dim_v} {lengths}"
         for launch in transposition:
             if case not in transpositions:
                 transpositions.add(case)
-                yield launch_spec(launch, "attention_fwd/sm90_transpose", case)
+                yield CompileSpec(launch, "attention_fwd/sm90_transpose", case)
 
 
 def _hopper_eight_bit_problems(arch: str) -> Iterator[AttentionProblem]:
@@ -427,29 +403,25 @@ def _hopper_eight_bit_problems(arch: str) -> Iterator[AttentionProblem]:
     e4m3: dict[str, Any] = {"dtype": "float8_e4m3fn"}
     int8: dict[str, Any] = {"dtype": "int8", "value_dtype": "bfloat16"}
     int8_e4m3: dict[str, Any] = {"dtype": "int8", "value_dtype": "float8_e4m3fn"}
-    tensor = {"q_descale": PER_TENSOR, "k_descale": PER_TENSOR, "v_descale": PER_TENSOR}
-    head = {"q_descale": PER_HEAD, "k_descale": PER_HEAD, "v_descale": PER_HEAD}
-    block = {"q_descale": PER_BLOCK, "k_descale": PER_BLOCK, "v_descale": PER_HEAD}
-    means = {"k_mean": True, "v_mean": True}
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192}
     small: dict[str, Any] = {"seqlen_q": 512, "seqlen_k": 512}
     cases: list[tuple[int, bool, dict[str, Any]]] = [
-        *((*case, e4m3 | tensor) for case in hopper_configs.FLOAT8_CONFIGS),
-        *((*case, int8 | tensor) for case in hopper_configs.INT8_CONFIGS),
-        *((*case, int8_e4m3 | tensor) for case in hopper_configs.FLOAT8_CONFIGS),
-        *((d, True, small | x | tensor) for d in hopper_configs.FLOAT8_SMALL for x in (e4m3, int8, int8_e4m3)),
+        *((*case, e4m3 | TENSOR) for case in hopper_configs.FLOAT8_CONFIGS),
+        *((*case, int8 | TENSOR) for case in hopper_configs.INT8_CONFIGS),
+        *((*case, int8_e4m3 | TENSOR) for case in hopper_configs.FLOAT8_CONFIGS),
+        *((d, True, small | x | TENSOR) for d in hopper_configs.FLOAT8_SMALL for x in (e4m3, int8, int8_e4m3)),
     ]
     for x in (e4m3, int8, int8_e4m3):
         cases += [
-            (128, False, x | block | means),
-            (128, True, x | block | means),
-            (128, False, {"seqlen_k": 4095, "out_dtype": "float32", "sinks": True, "alibi": True, **x, **head}),
-            (128, False, {"window_left": 1000, "sinks": True, "alibi": True, **packed, **x, **block, **means}),
-            (64, True, {"softcap": 30.0, "window_left": 1000, **packed, **x, **block}),
-            (256, True, {"seq_lens": True, **x, **head, **means}),
-            (192, True, {"head_dim_v": 128, "out_dtype": "float16", **x, **head}),
+            (128, False, x | BLOCK | MEANS),
+            (128, True, x | BLOCK | MEANS),
+            (128, False, {"seqlen_k": 4095, "out_dtype": "float32", "sinks": True, "alibi": True, **x, **HEAD}),
+            (128, False, {"window_left": 1000, "sinks": True, "alibi": True, **packed, **x, **BLOCK, **MEANS}),
+            (64, True, {"softcap": 30.0, "window_left": 1000, **packed, **x, **BLOCK}),
+            (256, True, {"seq_lens": True, **x, **HEAD, **MEANS}),
+            (192, True, {"head_dim_v": 128, "out_dtype": "float16", **x, **HEAD}),
         ]
-    cases.append((192, False, int8 | {"value_dtype": "float16"} | block | means))
+    cases.append((192, False, int8 | {"value_dtype": "float16"} | BLOCK | MEANS))
     for d, causal, changes in cases:
         sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "out_dtype": "bfloat16"}
         problem = _problem(arch, "bfloat16", d, causal).replace(**{**sizes, **changes})
@@ -480,7 +452,7 @@ def _hopper_spec(problem: AttentionProblem, config: hopper_configs.Sm90Config, l
     )
     is_heavy = problem.score_fn == SCORE_EXAMPLE
     budget = HOPPER_SCORE_SPILLS if is_heavy else _hopper_spills(problem)
-    return launch_spec(launch, "attention_fwd/sm90", case, budget, clean_loops=not is_heavy)
+    return CompileSpec(launch, "attention_fwd/sm90", case, budget, clean_loops=not is_heavy)
 
 
 def _hopper_spills(problem: AttentionProblem | KVCacheProblem) -> int:
@@ -492,8 +464,6 @@ def _hopper_spills(problem: AttentionProblem | KVCacheProblem) -> int:
 
 def _hopper_tutorial_specs(arch: str) -> Iterator[CompileSpec]:
     """Yield the Gluon forward of the tutorial, which has one form for all masks and lengths."""
-    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
-        return
     from diyfa.backends.cuda.hopper import tutorial
 
     for d, dtype in ((64, torch.float16), (128, torch.bfloat16)):
@@ -501,7 +471,7 @@ def _hopper_tutorial_specs(arch: str) -> Iterator[CompileSpec]:
         k, v = (torch.empty(2, 4, 1024, d, dtype=dtype, device="meta") for _ in range(2))
         lse = torch.empty(2, 8, 1024, device="meta")
         launch = tutorial.make_launch(q, k, v, out, lse, True, d**-0.5)
-        yield launch_spec(launch, "attention_fwd/tutorial", f"{dtype_name(dtype)} D={d}", clean_loops=True)
+        yield CompileSpec(launch, "attention_fwd/tutorial", f"{dtype_name(dtype)} D={d}", clean_loops=True)
 
 
 # Bytes of spills allowed to the Hopper backward: values stored at the ends of its loops. Loops may spill with a softcap
@@ -512,8 +482,6 @@ HOPPER_BWD_MLA_SPILLS = 720  # form "mla" is nonetheless up to 1.6 times as fast
 
 def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
     """Yield the Gluon backward with each tile, and with all its features on packed sequences."""
-    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
-        return
     from diyfa.backends.cuda.hopper import bwd_launch as hopper_bwd
 
     packed = {"layout": VARLEN, "total_q": 8192, "total_k": 8192, "window_left": 1000, "softcap": 30.0, "sinks": True}
@@ -557,9 +525,8 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         (128, "bfloat16", True, {"alibi": True, "deterministic": True, "window_left": 1000}),
     ):
         problem = _problem(arch, dtype, d, causal).replace(**{"batch": 16, **changes})
-        tensors, out, lse = call_tensors(problem)
-        summed = getattr(torch, problem.out_dtype or dtype)
-        gradients = AttentionGradients(*(torch.empty_like(x, dtype=summed) for x in tensors[:3]))
+        tensors, out, lse = example_attention(problem)
+        gradients = example_gradients(tensors, problem.out_dtype)
         backward = hopper_bwd.Sm90Backward(
             problem, tensors, hopper_bwd_configs.select_config(problem), lse, gradients.dq
         )
@@ -586,7 +553,7 @@ def _hopper_backward_specs(arch: str) -> Iterator[CompileSpec]:
         for launch in backward.launches(out, dout, dlse, delta, gradients):
             name, spill_budget = names[launch.kernel.__name__]
             kernel = f"attention_bwd/sm90{name and '_' + name}"
-            yield launch_spec(launch, kernel, case, spill_budget, clean_loops and name in ("", "dkdv", "dq"))
+            yield CompileSpec(launch, kernel, case, spill_budget, clean_loops and name in ("", "dkdv", "dq"))
 
 
 def kvcache_problems(arch: str) -> Iterator[KVCacheProblem]:
@@ -642,9 +609,9 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
             budget = 128
         if arch == "sm_100" and problem.descales:
             budget = 16
-        yield launch_spec(main, "kvcache_fwd/decode", f"{case} {tile}", budget)
+        yield CompileSpec(main, "kvcache_fwd/decode", f"{case} {tile}", budget)
         if problem.sinks or problem.batch_invariant or problem.cache_batch_idx:
-            yield from (launch_spec(launch, "kvcache_fwd/combine", case) for launch in combine)
+            yield from (CompileSpec(launch, "kvcache_fwd/combine", case) for launch in combine)
         if problem.cache_batch_idx or problem.descales:
             new_k, new_v = (
                 tensors.q.new_empty(problem.batch, 4, problem.heads_kv, d)
@@ -653,7 +620,7 @@ def _kvcache_specs(arch: str) -> Iterator[CompileSpec]:
             angles = tensors.q.new_empty(problem.capacity, 32)
             launch = append.make_launch(problem, tensors, NewKeys(new_k, new_v, angles, angles, True, tensors.q))
             assert launch is not None, "there are new keys"
-            yield launch_spec(launch, "kvcache_append/append", f"{case} rotary")
+            yield CompileSpec(launch, "kvcache_append/append", f"{case} rotary")
 
 
 def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
@@ -661,8 +628,6 @@ def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
 
     Each has another form of the combine kernel: programs with whole rows, and with some columns of a row.
     """
-    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
-        return
     from diyfa.backends.cuda.hopper import decode_mla, decode_mla_configs
 
     latent = KVCacheProblem("cuda", arch, "bfloat16", "bfloat16", "bshd", 16, 128, 1, 1, 8192, 576, 512)
@@ -674,15 +639,13 @@ def _hopper_decode_specs(arch: str) -> Iterator[CompileSpec]:
         tensors, out, lse = example_kvcache(problem)
         memory = stream_k.workspace(problem, decode_mla_configs.CONFIG, out.device)
         main, combine = decode_mla.make_launches(problem, tensors, out, lse, decode_mla_configs.CONFIG, memory)
-        yield launch_spec(main, "kvcache_fwd/sm90", _kvcache_case(problem), clean_loops=True)
-        yield launch_spec(combine, "kvcache_fwd/combine", f"{_kvcache_case(problem)} sm90")
+        yield CompileSpec(main, "kvcache_fwd/sm90", _kvcache_case(problem), clean_loops=True)
+        yield CompileSpec(combine, "kvcache_fwd/combine", f"{_kvcache_case(problem)} sm90")
 
 
 def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
     """Yield the Gluon forward over a cache: pages smaller than a tile, equal and larger, no pages, packed and dense
     queries, and head dims that have other boxes."""
-    if arch != hopper_configs.ARCH or hopper_configs.environment_refusal():
-        return
     from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch
     from diyfa.backends.cuda.hopper import prefill, prefill_configs
 
@@ -717,7 +680,7 @@ def _hopper_prefill_specs(arch: str) -> Iterator[CompileSpec]:
         launch = prefill.make_launch(problem, tensors, out, lse, config, totals)
         tile = f"{config.consumers}x{hopper_configs.CONSUMER_ROWS}x{config.block_n}"
         case = f"{_kvcache_case(problem)} {'packed' if problem.varlen else 'even'} {tile}"
-        yield launch_spec(launch, "kvcache_fwd/sm90_prefill", case, _hopper_spills(problem), clean_loops=True)
+        yield CompileSpec(launch, "kvcache_fwd/sm90_prefill", case, _hopper_spills(problem), clean_loops=True)
 
 
 def _quantizing(arch: str) -> Iterator[CompileSpec]:
@@ -749,13 +712,13 @@ def _quantizing(arch: str) -> Iterator[CompileSpec]:
             f"{dtype_name(scheme.dtype)} of {dtype} D={d} {mode}{' smooth' * scheme.smooth}{' rotate' * scheme.rotate}"
         )
         launch = quantize.make_launch(x, mean, values, magnitude, descale, scheme, modes[mode])
-        yield launch_spec(launch, "quantize/round", name)
+        yield CompileSpec(launch, "quantize/round", name)
         if mean is not None:
             sums = x.new_empty((2, 8, 2, 3, d), dtype=torch.float32)
             for kernel, launch in zip(
                 ("sum", "mean"), quantize.mean_launches(x, sums, mean, magnitude, scheme), strict=True
             ):
-                yield launch_spec(launch, f"quantize/{kernel}", name)
+                yield CompileSpec(launch, f"quantize/{kernel}", name)
 
 
 BUILDER_SPILLS = 64  # bytes: values that are stored once for a row of blocks
@@ -785,23 +748,24 @@ def _building_masks() -> Iterator[CompileSpec]:
             blocks, bits = torch.empty(8, dtype=torch.int32, **meta), torch.empty(8, dtype=torch.int32, **meta)
             for launch in build_mask.make_launches(each, (2, 1, length, length), block, blocks, bits):
                 kernel = launch.kernel.__name__.strip("_")
-                yield launch_spec(launch, f"masks/{kernel}", f"{name} {block[0]}", BUILDER_SPILLS)
+                yield CompileSpec(launch, f"masks/{kernel}", f"{name} {block[0]}", BUILDER_SPILLS)
     for how in (Selection(16, True, 1, 2, False, (128, 64)), Selection(8, False, 0, 1, True, (64, 128))):
         q = torch.empty(1, 8, size, 128, dtype=torch.bfloat16, **meta)
         blocks, bits = torch.empty(8, dtype=torch.int32, **meta), torch.empty(8, dtype=torch.int32, **meta)
         for launch in select_blocks.make_launches(q, q[:, :2], how, blocks, bits):
             kernel = launch.kernel.__name__.strip("_")
-            yield launch_spec(launch, f"masks/{kernel}", f"selection in blocks of {how.block}", BUILDER_SPILLS)
+            yield CompileSpec(launch, f"masks/{kernel}", f"selection in blocks of {how.block}", BUILDER_SPILLS)
 
 
 def compile_specs(arch: str) -> Iterator[CompileSpec]:
     """Yield every attention case for `arch`."""
-    yield from _hopper_specs(arch)
-    yield from _hopper_tutorial_specs(arch)
-    yield from _hopper_backward_specs(arch)
+    if arch == hopper_configs.ARCH and not hopper_configs.environment_refusal():
+        yield from _hopper_specs(arch)
+        yield from _hopper_tutorial_specs(arch)
+        yield from _hopper_backward_specs(arch)
+        yield from _hopper_decode_specs(arch)
+        yield from _hopper_prefill_specs(arch)
     yield from _kvcache_specs(arch)
-    yield from _hopper_decode_specs(arch)
-    yield from _hopper_prefill_specs(arch)
     yield from _merges()
     yield from _sums(arch)
     yield from _short(arch)
@@ -812,7 +776,7 @@ def compile_specs(arch: str) -> Iterator[CompileSpec]:
         for config in candidates("fwd", problem):
             yield _forward(problem, config)
         v1 = fwd_v1.config(problem)
-        yield _spec("attention_fwd/v1", problem, v1, fwd_v1.make_launch(problem, *call_tensors(problem)))
+        yield _spec("attention_fwd/v1", problem, v1, fwd_v1.make_launch(problem, *example_attention(problem)))
         for kind in ("dkdv", "dq"):
             for config in candidates(kind, problem):
                 yield _gradient(kind, problem, config)

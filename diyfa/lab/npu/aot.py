@@ -247,13 +247,7 @@ def lower(
             "--enable-hfusion-compile=true",
             "--enable-hivm-compile=true",
             "--enable-triton-kernel-compile=true",
-            *(
-                [f"--save-temps={folder}"]
-                if configs.family(target) is NPUArch.A5
-                else printing
-                if compiler.shows
-                else []
-            ),
+            *(printing if compiler.shows else []),
             "-o",
             str(Path(folder, "kernel")),
         ]
@@ -355,25 +349,18 @@ def compile_jobs(
 
 
 def jobs_for(
-    target: str, only: str | None = None, full: bool = False, every: int = 1, select: Mapping[str, Any] | None = None
+    target: str, only: str | None = None, every: int = 1, select: Mapping[str, Any] | None = None, full: bool = False
 ) -> Iterator[Job]:
-    """Yield the jobs that `compile_all` compiles with these arguments. It raises the same errors."""
+    """Yield the jobs of every shipped kernel and tile for the chip `target`.
+
+    `only` keeps jobs whose "kernel case" contains it. `every` keeps one in so many cases of a kernel. `select` names
+    other kernels instead (see selection.py). `full`: as for `shipped_jobs`. Raises ValueError for an unknown chip or an
+    invalid selection.
+    """
     if npu_spec(target) is None:
         raise ValueError(f"unknown Ascend chip {target!r}: expected a name such as 'Ascend910B3' or 'Ascend950PR_9589'")
     source = shipped_jobs(target, full) if select is None else selected_jobs(target, select)
-    return sample_jobs(every, (job for job in source if only is None or only in f"{job.kernel} {job.case}"), target)
-
-
-def compile_all(
-    target: str, only: str | None = None, full: bool = False, every: int = 1, select: Mapping[str, Any] | None = None
-) -> Iterator[CompileReport]:
-    """Compile every shipped kernel for the chip `target` and yield the reports.
-
-    `only` keeps jobs whose "kernel case" contains it. `every` keeps one in so many cases of a kernel. `select` names
-    other kernels to compile instead (see selection.py). Raises ValueError for an unknown chip or an invalid selection,
-    CompilerMissing if a compiler is not installed.
-    """
-    yield from compile_jobs(jobs_for(target, only, full, every, select), target)
+    return sample_jobs(every, source, target, only)
 
 
 def gate_jobs(target: str, every: int) -> Iterator[Job]:
@@ -394,24 +381,10 @@ def gate_jobs(target: str, every: int) -> Iterator[Job]:
         tiles.add(tile)
 
 
-def compile_kernels(
-    target: str, only: str | None = None, every: int = 1, select: Mapping[str, Any] | None = None
-) -> Iterator[CompileReport]:
-    """Compile every shipped kernel and tile for the chip `target`, or those that `select` names; see `compile_all`."""
-    return compile_all(target, only, every=every, select=select)
-
-
-def cases(
-    target: str, only: str | None = None, every: int = 1, select: Mapping[str, Any] | None = None
-) -> list[tuple[str, str]]:
-    """Return (kernel, case) of every job that `compile_kernels` compiles."""
-    return [(job.kernel, job.case) for job in jobs_for(target, only, every=every, select=select)]
-
-
 def compile_conservative(target: str, only: str | None = None, every: int = 1) -> Iterator[CompileReport]:
-    """Compile conservative tiles for `target` with the oldest release. `only`, `every`: as in `compile_all`."""
-    jobs = (job for job in conservative_jobs(target) if only is None or only in f"{job.kernel} {job.case}")
-    yield from compile_jobs(sample_jobs(every, jobs, target), target, [oldest_back_half(target)])
+    """Compile conservative tiles for `target` with the oldest release. `only`, `every`: as in `jobs_for`."""
+    jobs = sample_jobs(every, conservative_jobs(target), target, only)
+    yield from compile_jobs(jobs, target, [oldest_back_half(target)])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -430,7 +403,8 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.every_tile:
         reports = compile_jobs(gate_jobs(options.target, options.every), options.target)
     else:
-        reports = compile_all(options.target, options.only, options.full, options.every)
+        jobs = jobs_for(options.target, options.only, options.every, full=options.full)
+        reports = compile_jobs(jobs, options.target)
     for report in reports:
         failed |= not report.ok
         print(json.dumps(asdict(report)), flush=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from diyfa.arch import ELEMENT_BYTES, NPUArch
 from diyfa.backends.npu.tables import configs, configs_v1
 from diyfa.eight_bits import PER_BLOCK, PER_HEAD, PER_TENSOR
 from diyfa.features import COMPOSABLE, EVERYTHING, SCORE_EXAMPLE
-from diyfa.lab.examples import example_gradients, example_kvcache, example_tensors
+from diyfa.lab.examples import example_attention, example_gradients, example_kvcache, example_matmul
 from diyfa.problem import (
     VARLEN,
     AttentionProblem,
@@ -27,7 +26,6 @@ from diyfa.problem import (
     Launch,
     MatmulProblem,
     NewKeys,
-    empty_output,
 )
 from diyfa.score_code import gathered_loads
 from diyfa.score_programs import function_name
@@ -103,26 +101,12 @@ def _case(problem: AttentionProblem, tile: configs.AttentionTile, bias: str = ""
 
 def example_call(problem: AttentionProblem, bias: str = "") -> tuple[AttentionTensors, torch.Tensor, torch.Tensor]:
     """Return (inputs, out, lse) of a call of `problem` on the meta device. `bias`: dimensions of attn_bias."""
-    empty = partial(torch.empty, device="meta")
-    batch, heads_q, seqlen_q, seqlen_k = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
-
-    def tensor(heads: int, seqlen: int, head_dim: int, dtype: str = problem.dtype) -> torch.Tensor:
-        shape = (batch * seqlen, heads, head_dim) if problem.varlen else (batch, heads, seqlen, head_dim)
-        return empty(shape, dtype=getattr(torch, dtype))
-
-    optional = example_tensors(problem)
-    if problem.bias:
-        shape = (batch, heads_q, seqlen_q if "q" in bias else 1, seqlen_k if "k" in bias else 1)
-        optional["attn_bias"] = optional["attn_bias"].new_empty(shape)
-    tensors = AttentionTensors(
-        tensor(heads_q, seqlen_q, problem.head_dim),
-        tensor(problem.heads_kv, seqlen_k, problem.head_dim),
-        tensor(problem.heads_kv, seqlen_k, problem.head_dim_v, problem.value_dtype or problem.dtype),
-        problem.head_dim**-0.5,
-        dropout_p=0.1 if problem.dropout else 0.0,
-        **optional,
-    )
-    return tensors, empty_output(tensors.q, problem.head_dim_v, problem.out_dtype), empty(problem.lse_shape)
+    tensors, out, lse = example_attention(problem)
+    if tensors.attn_bias is not None:
+        rows, columns = problem.seqlen_q if "q" in bias else 1, problem.seqlen_k if "k" in bias else 1
+        shape = (problem.batch, problem.heads_q, rows, columns)
+        tensors = tensors._replace(attn_bias=tensors.attn_bias.new_empty(shape))
+    return tensors, out, lse
 
 
 def backward_launches(
@@ -279,22 +263,13 @@ def matmul_job(problem: MatmulProblem, a_transposed: bool = False, b_transposed:
     """Return the job of the matrix product for `problem`."""
     from diyfa.backends.npu import matmul
 
-    def matrix(rows: int, columns: int, transposed: bool) -> torch.Tensor:
-        shape = (columns, rows) if transposed else (rows, columns)
-        x = torch.empty(shape, dtype=getattr(torch, problem.dtype), device="meta")
-        return x.t() if transposed else x
-
-    a, b = matrix(problem.m, problem.k, a_transposed), matrix(problem.k, problem.n, b_transposed)
-    c = torch.empty(problem.m, problem.n, dtype=getattr(torch, problem.out_dtype), device="meta")
+    tensors, c = example_matmul(problem, a_transposed, b_transposed)
     tile = configs.matmul_tile(problem)
     layout = "nt"[a_transposed] + "nt"[b_transposed]
     case = f"{problem.dtype}->{problem.compute_dtype} {layout} {tile.block_m}x{tile.block_n}x{tile.block_k}"
-    bias = None
-    if problem.bias:
-        bias = torch.empty(problem.n, dtype=getattr(torch, problem.compute_dtype), device="meta")
     if problem.bias or problem.activation:
         case = f"epilogue {case}{' bias' * problem.bias} {problem.activation or ''}".rstrip()
-    return kernel_job("matmul/persistent", case, matmul.make_launch(problem, a, b, bias, c))
+    return kernel_job("matmul/persistent", case, matmul.make_launch(problem, *tensors[:3], c))
 
 
 # A problem for each mode of the tile table, with all features of the mode: the one that needs the most memory.
