@@ -815,7 +815,11 @@ def test_refusals() -> None:
         attention(torch.nn.Linear(1, 1), x, x, x, torch.empty((0, 9, 7), dtype=torch.bool))
     with pytest.raises(ValueError, match="a mask must be"):
         attention(None, x, x, x, torch.zeros(1, 3, 3))
+    with pytest.raises(ValueError, match="indices of the keys that a query sees need a mask"):
+        attention(None, x, x, x, None, indices=torch.zeros((1, 3, 1), dtype=torch.int32))
     model = decoder("Llama", "diyfa")
+    with pytest.raises(ValueError, match="attention_mask must have two or four dimensions"):
+        model(tokens(), attention_mask=torch.ones(2, 17, 17, dtype=torch.bool))
     with pytest.raises(ValueError, match="output_attentions=True needs the weights"):
         model(tokens(), output_attentions=True)
 
