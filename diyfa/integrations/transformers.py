@@ -4,7 +4,7 @@ An attention implementation of Transformers has two functions. The mask function
 window, padding, packed sequences, a cache with room for more rows, any other) and encodes them in one tensor. The
 attention function gets that tensor in every layer. Masks that diyfa's options express need only a small tensor:
 
-    None                    only the model's own causality
+    None                    no mask: causality is what the module says
     bool (B, Sk)            padding of attention that is not causal, False where there is no token; (0, Sk): no padding
     bool (B, Sk, 1 + r)     the same for causal attention; the cache's last r rows are free, and no query sees them yet
     int32 (B, S)            packed sequences, causal: the number of each row's sequence
@@ -39,8 +39,8 @@ SEAM = "transformers"
 WINDOW_DTYPES = (torch.uint8, torch.int64)
 PADDING = (torch.bool, torch.uint8)
 PACKED = (torch.int32, torch.int64)
-# Models that read or change the mask that they get, or say that they are not causal: they get that of eager attention.
-NEED_EAGER_MASKS = frozenset(("bigbird_pegasus", "deepseek_v4", "doge", "pix2struct_text_model"))
+# Models that change the mask that they get, or take an encoder for causal: they get the mask of eager attention.
+NEED_EAGER_MASKS = frozenset(("bigbird_pegasus", "bridgetower", "deepseek_v4", "doge", "pix2struct_text_model", "umt5"))
 
 # ---- The mask ------------------------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ def make_attention_mask(
     1. A packed mask becomes the number of each row's sequence.
     2. A mask that is neither causal nor bidirectional, apart from a window and padding, is formed in full. So are masks
        that the model itself reads, and those that depend on a position on the device.
-    3. Otherwise the result says what padding and free rows of a cache add to causality, None if nothing.
+    3. Otherwise the result says what is padding and which rows of a cache are free; None if all queries see all keys.
     """
     # From the submodule itself: not every torch.compile can trace Transformers' lazy modules.
     from transformers.masking_utils import (
@@ -104,6 +104,10 @@ def make_attention_mask(
     )
 
     tracing, config = torch.compiler.is_compiling(), kwargs.get("config")
+    if attention_mask is not None and attention_mask.dim() == 3:
+        if attention_mask.shape[2] == 1 or attention_mask.stride(2) == 0:
+            return attention_mask  # made here before: generate hands it to the model
+        raise ValueError(f"attention_mask must have two or four dimensions, got {tuple(attention_mask.shape)}")
     is_plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
     if not tracing and config is not None and _attends_by_itself(config.__class__):
         raise ValueError(
@@ -132,7 +136,7 @@ def make_attention_mask(
         if not tracing and bool(padding[:, :keys].all()):
             padding = None
     if padding is None:
-        if keys == kv_length and not slides:
+        if both_ways and not slides:
             return None
         padding = torch.empty((0, kv_length), dtype=torch.bool, device=kwargs.get("device"))
     padding = padding.to(torch.uint8) if slides else padding
@@ -361,8 +365,8 @@ def attention(
     The call goes the first of these ways that fits: packed sequences, also of a padded batch; one new token over a
     cache; `flash_attention` with the mask, and `position_bias`, as a bias.
 
-    Of `extras` it reads sliding_window, softcap, s_aux, position_bias, position_ids, indices (of the keys that each query
-    sees, (B, Sq, n)) and lengths of packed sequences.
+    Of `extras` it reads sliding_window, softcap, s_aux, position_bias, position_ids, lengths of packed sequences, and
+    indices (B, Sq, n) of the keys that each query sees.
     """
     mask, window, bias = attention_mask, extras.get("sliding_window"), extras.get("position_bias")
     if mask is None:
@@ -379,7 +383,7 @@ def attention(
         "sm_scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0,
         "sinks": None if sinks is None else sinks.flatten().float(), "causal": causal, "window": (-1, -1),
     }  # fmt: skip
-    if mask is not None and mask.dim() < 4 and mask.dtype in WINDOW_DTYPES:
+    if window and mask is not None and mask.dim() < 4 and mask.dtype in WINDOW_DTYPES:
         # Some models pass the configuration's window as it is; the others pass 1 more, as flash_attn counts.
         is_of_config = window == getattr(getattr(module, "config", None), "sliding_window", None)
         reach = window if is_of_config and not causal else window - 1
@@ -411,8 +415,9 @@ def attention(
         return out, None
     if mask is not None and mask.dim() == 2:
         mask = mask.bool()[:, None, None, :]
-    if extras.get("indices") is not None:
-        mask = _only(mask, extras["indices"])
+    indices = extras.get("indices")
+    if mask is not None and indices is not None:
+        mask = _only(mask, indices)
     if bias is not None:
         mask = bias if mask is None else bias + mask_as_bias(mask, bias.dtype)
     record(SEAM, f"attention{'' if mask is None else ' with a mask'}: {route}")

@@ -454,7 +454,8 @@ def test_sparse_attention_by_indices(name: str) -> None:
 MASK_READERS: dict[str, Callable[[], Any]] = {
     "DeepseekV4": lambda: hf.DeepseekV4Config(
         **{**DECODER, "num_key_value_heads": 1}, q_lora_rank=32, qk_rope_head_dim=8, o_lora_rank=32, o_groups=2,
-        layer_types=["compressed_sparse_attention", "heavily_compressed_attention"], sliding_window=5, n_routed_experts=2, num_local_experts=2, num_experts_per_tok=1, moe_intermediate_size=32,
+        layer_types=["compressed_sparse_attention", "heavily_compressed_attention"], sliding_window=5,
+        n_routed_experts=2, num_local_experts=2, num_experts_per_tok=1, moe_intermediate_size=32,
         index_topk=2, index_n_heads=2, index_head_dim=32,
     ),
     "Doge": lambda: hf.DogeConfig(**DECODER, keep_window_size=4),
@@ -477,6 +478,35 @@ def test_models_that_read_their_mask(name: str, masked: str) -> None:
     if masked == "packed":
         inputs["position_ids"] = torch.cat([torch.arange(n) for n in (5, 11, 1)]).expand(2, -1)
     side_by_side(make, lambda model: model(tokens(), **inputs).logits[seen])
+
+
+ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
+    "UMT5": lambda: hf.UMT5Config(
+        vocab_size=96, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, pad_token_id=0, dropout_rate=0.0,
+        decoder_start_token_id=0, relative_attention_num_buckets=8,
+    ),
+    "PegasusX": lambda: hf.PegasusXConfig(
+        vocab_size=96, d_model=64, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=96,
+        decoder_attention_heads=4, decoder_ffn_dim=96, max_position_embeddings=64, num_global_tokens=2, block_size=8,
+        pad_token_id=0, decoder_start_token_id=1,
+    ),
+    "BigBirdPegasus": lambda: hf.BigBirdPegasusConfig(
+        vocab_size=96, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=96,
+        decoder_attention_heads=4, decoder_ffn_dim=96, max_position_embeddings=64, pad_token_id=0,
+        attention_type="original_full",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("masked", ["whole", "padded right"])
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_modules_that_say_wrongly_whether_they_are_causal(name: str, masked: str) -> None:
+    make = encoder(ENCODER_DECODERS[name], getattr(hf, f"{name}ForConditionalGeneration"))
+    mask = MASKS[masked]
+    inputs = {"decoder_input_ids": tokens().flip(1), "use_cache": False}
+    if mask is not None:
+        inputs["attention_mask"] = mask.long()
+    side_by_side(make, lambda model: model(tokens(), **inputs).logits)
 
 
 def test_keys_of_any_strides() -> None:
@@ -504,7 +534,8 @@ def test_a_mask_without_its_window() -> None:
     arguments = {"config": hf.MistralConfig(**DECODER, sliding_window=5), "local_size": 5}
     for function in (causal_mask_function, bidirectional_mask_function):
         skips = {"allow_is_causal_skip": True, "allow_is_bidirectional_skip": True}
-        assert make_attention_mask(2, 9, 9, mask_function=function, **arguments, **skips) is None
+        found = make_attention_mask(2, 9, 9, mask_function=function, **arguments, **skips)
+        assert found is None or found.dtype == torch.bool
         padding = MASKS["padded right"]
         found = make_attention_mask(2, 17, 17, mask_function=function, attention_mask=padding, **arguments, **skips)
         assert found.dtype == torch.bool and torch.equal(found.flatten(1), padding)
@@ -784,7 +815,11 @@ def test_refusals() -> None:
         attention(torch.nn.Linear(1, 1), x, x, x, torch.empty((0, 9, 7), dtype=torch.bool))
     with pytest.raises(ValueError, match="a mask must be"):
         attention(None, x, x, x, torch.zeros(1, 3, 3))
+    with pytest.raises(ValueError, match="indices of the keys that a query sees need a mask"):
+        attention(None, x, x, x, None, indices=torch.zeros((1, 3, 1), dtype=torch.int32))
     model = decoder("Llama", "diyfa")
+    with pytest.raises(ValueError, match="attention_mask must have two or four dimensions"):
+        model(tokens(), attention_mask=torch.ones(2, 17, 17, dtype=torch.bool))
     with pytest.raises(ValueError, match="output_attentions=True needs the weights"):
         model(tokens(), output_attentions=True)
 
