@@ -456,6 +456,17 @@ def test_gradients_with_other_strides(recorder, described):
     assert not step(straight)
 
 
+def test_a_gradient_of_lse_is_read_after_repeated_calls_without_one(recorder):
+    q, k, v = qkv(grad=True)
+    dout, dlse = torch.zeros_like(q), torch.zeros(q.shape[:3])
+    for given in (None, None, None, dlse, None, dlse):
+        out, lse = attend(q, k, v, return_lse=True)
+        recorder.launches.clear()
+        outputs, grads = ((out,), (dout,)) if given is None else ((out, lse), (dout, given))
+        torch.autograd.grad(outputs, (q, k, v), grads)
+        assert ("dlse" in read_by(named_launches(recorder, dlse=dlse))) == (given is not None)
+
+
 @pytest.mark.parametrize("dims", [0, 1, 2, (0, 1, 2, 3)], ids=str)
 def test_descriptors_of_an_expanded_gradient(recorder, dims):
     """It is copied: no descriptor of a gradient has a stride of 0."""

@@ -80,6 +80,11 @@ INT = torch.tensor([1, 2], dtype=torch.int32)
 COS = torch.ones(40, 4)
 FLOAT8 = torch.zeros(B, 40, HK, D).to(torch.float8_e4m3fn)
 BOTH = torch.ones(B, 40, HK, D + 8)
+FLAT = torch.ones(B * 40 * HK * (D + 4))
+LATE = {  # values with half as many features, of which the first half lies in the last quarter of the keys
+    "k_cache": FLAT[: B * 40 * HK * D].view(B, 40, HK, D), "v_cache": FLAT[B * 40 * HK * 12 :].view(B, 40, HK, 8),
+    "v": torch.ones(B, SQ, HK, 8),
+}  # fmt: skip
 Refusal = tuple[dict[str, Any], type[Exception], str]
 OF_CACHES: dict[str, Refusal] = {
     "q_rank": ({"q": torch.ones(B, H, D)}, ValueError, r"q must be \(batch, seqlen, heads, head_dim\)"),
@@ -136,6 +141,7 @@ OF_CACHES: dict[str, Refusal] = {
     "values_expanded": ({"v_cache": torch.ones(B, 40, 1, D).expand(-1, -1, HK, -1)}, ValueError,
                         "v_cache must not be expanded"),
     "caches_overlap": ({"k_cache": BOTH[..., :D], "v_cache": BOTH[..., 8:]}, ValueError, "v_cache must not overlap"),
+    "caches_overlap_at_the_end": (LATE, ValueError, "v_cache must not overlap"),
     "cos_queries": ({"q": torch.ones(B, SQ + 2, H, D), "rotary_cos": COS, "rotary_sin": COS}, ValueError,
                     "for each of the 40 keys that there can be, and 2 for queries beyond them, got 40"),
 }  # fmt: skip
