@@ -164,6 +164,23 @@ def test_one_unaligned_pointer_unaligns_all():
         assert source.constants.get("k_ptr", 0) is (None if tensors[1] is None else 0)
 
 
+def test_a_loaded_binary_is_known_by_all_that_it_is_compiled_for():
+    x = torch.zeros(64, dtype=torch.float16)
+    launch = make_launch(x_ptr=x, stride_x=16, n=3)
+    others = [launch._replace(arguments=launch.arguments | {name: value}) for name, value in (
+        ("x_ptr", x.float()), ("x_ptr", x[1:]), ("x_ptr", None), ("stride_x", 8), ("stride_x", 1), ("n", 2**40),
+    )]  # fmt: skip
+    others += [
+        launch._replace(constants={"c": 6}), launch._replace(options={"num_warps": 8}), launch._replace(aligned=("n",)),
+        launch._replace(kernel=make_launch(**launch.arguments).kernel),
+    ]  # fmt: skip
+    keys = [launcher._key(each, launch_signature(each), 0) for each in (launch, *others)]
+    keys.append(launcher._key(launch, launch_signature(launch), 1))
+    assert len({*keys}) == len(keys) == 12
+    equal = launch._replace(arguments={"x_ptr": torch.ones(32, dtype=torch.float16), "stride_x": 32, "n": 4}, grid=7)
+    assert launcher._key(equal, launch_signature(equal), 0) == keys[0]
+
+
 def test_a_tensor_map_is_made_once_for_each_address(monkeypatch):
     """It is in aligned memory, and only a limited number of maps is stored."""
     made = []
