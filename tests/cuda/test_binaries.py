@@ -26,7 +26,7 @@ from diyfa.backends.cuda import backend
 from diyfa.backends.cuda.gluon.compat import has_gluon
 from diyfa.backends.cuda.runtime import binaries, driver, jit, launcher, pack, passes, tune
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launcher import Tiles, launch_signature, shared_box
+from diyfa.backends.cuda.runtime.signature import Tiles, launch_signature, shared_box
 from diyfa.problem import Launch
 
 ARCH = "sm_90"

@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources
 
 from diyfa.backends.cuda.runtime import binaries, launcher, tune
 from diyfa.backends.cuda.runtime import driver as cuda_driver
-from diyfa.backends.cuda.runtime.launcher import Tiles, launch_signature, shared_box
+from diyfa.backends.cuda.runtime.signature import Tiles, kernel_source, launch_signature, shared_box
 from diyfa.eight_bits import EIGHT_BIT_DTYPES
 from diyfa.features import ATTENTION_DTYPES, FEATURES
 from diyfa.problem import Launch
@@ -119,7 +119,7 @@ def test_every_dtype_that_a_call_may_have_is_known():
     dtypes = {dtype for feature in FEATURES for dtype in feature.dtypes} | {*ATTENTION_DTYPES, *EIGHT_BIT_DTYPES}
     for dtype in dtypes:
         launch = make_launch(x_ptr=torch.zeros(4, dtype=dtype))
-        assert launcher.kernel_source(launch, launch_signature(launch)).types["x_ptr"].startswith("*")
+        assert kernel_source(launch, launch_signature(launch)).types["x_ptr"].startswith("*")
 
 
 def test_numbers_beyond_float32_are_infinite():
@@ -144,7 +144,7 @@ def test_strides_of_one_and_alignment_of_all_strides():
         launch = make_launch(stride_q=strides[0], stride_k=strides[1], n=3)
         signature = launch_signature(launch)
         assert signature.kinds[0] == (1 if strides[0] == 1 else "i32") and signature.aligned_strides == is_aligned
-        source = launcher.kernel_source(launch, signature)
+        source = kernel_source(launch, signature)
         expected = {"stride_q", "stride_k"} - ({"stride_q"} if strides[0] == 1 else set())
         assert source.aligned == (expected if is_aligned else set())
         assert source.constants == {"c": 5, **({"stride_q": 1} if strides[0] == 1 else {})}
@@ -157,7 +157,7 @@ def test_one_unaligned_pointer_unaligns_all():
         signature = launch_signature(launch)
         assert signature.aligned_pointers == is_aligned
         assert signature.values == [y.data_ptr() for y in tensors if y is not None]
-        source = launcher.kernel_source(launch, signature)
+        source = kernel_source(launch, signature)
         assert source.aligned == (
             {name for name in ("q_ptr", "k_ptr") if name in source.types} if is_aligned else set()
         )

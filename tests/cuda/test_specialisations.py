@@ -67,7 +67,7 @@ import torch
 from diyfa.registry import load_backend
 load_backend("cuda")
 from diyfa.backends.cuda.attention.long_blocks import long_blocks_launch
-from diyfa.backends.cuda.runtime.launcher import launch_signature
+from diyfa.backends.cuda.runtime.signature import launch_signature
 from diyfa.problem import AttentionProblem, AttentionTensors
 sizes = (1, 1, 1, 256, 256, 128, 128)
 problem = AttentionProblem("cuda", "sm_90", "bfloat16", "bhsd", *sizes, needs_grad=True, mask=(128, 128))

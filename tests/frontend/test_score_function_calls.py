@@ -368,7 +368,7 @@ import torch
 from diyfa.backends.cuda.attention import fwd
 from diyfa.backends.cuda.attention.configs import default_config
 from diyfa.backends.cuda.runtime.binaries import binary_key
-from diyfa.backends.cuda.runtime.launcher import launch_signature
+from diyfa.backends.cuda.runtime.signature import launch_signature
 from diyfa.features import SCORE_EXAMPLE
 from diyfa.lab.cuda import specs
 from diyfa.lab.examples import example_attention

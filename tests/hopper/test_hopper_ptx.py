@@ -206,7 +206,7 @@ import json, re
 import aot_kernels, triton
 from triton.backends.compiler import GPUTarget
 from diyfa.backends.cuda.runtime.jit import triton_source
-from diyfa.backends.cuda.runtime.launcher import kernel_source, launch_signature
+from diyfa.backends.cuda.runtime.signature import kernel_source, launch_signature
 from diyfa.lab.cuda import matmul_specs, specs as attention_specs
 from diyfa.lab.examples import example_attention
 from diyfa.backends.cuda.hopper import fwd_launch as hopper_fwd_launch

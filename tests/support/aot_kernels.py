@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from diyfa.backends.cuda.attention.configs import AttentionConfig, fits, shared_bytes
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.runtime.jit import compile_for
-from diyfa.backends.cuda.runtime.launcher import launch_signature
+from diyfa.backends.cuda.runtime.signature import launch_signature
 from diyfa.cli.app import app
 from diyfa.lab.cuda import aot, specs
 from diyfa.lab.cuda.aot import CompileSpec

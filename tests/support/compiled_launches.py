@@ -26,7 +26,7 @@ from diyfa.backends.cuda.attention import stream_k
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.runtime import jit, launcher, passes, tune
 from diyfa.backends.cuda.runtime.driver import Driver
-from diyfa.backends.cuda.runtime.launcher import Tiles, shared_box
+from diyfa.backends.cuda.runtime.signature import Tiles, launch_signature, shared_box
 from diyfa.problem import Launch
 
 SMALL, LARGE = (2, 4, 96, 64), (4, 8, 2048, 64)  # the second is worth its descriptors
@@ -77,7 +77,7 @@ class Described:
 
 def launch_by_triton(launch: Launch) -> None:
     """Launch the same binary by Triton's launcher."""
-    compiled = jit.compile_for("sm_90", launch, launcher.launch_signature(launch))
+    compiled = jit.compile_for("sm_90", launch, launch_signature(launch))
     values = {**launch.arguments, **launch.constants}
     arguments = [values[name] for name in launch.kernel.arg_names]
     grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid,)

@@ -19,6 +19,7 @@ import torch
 import diyfa
 from diyfa.backends.cuda.hopper import configs as hopper_configs
 from diyfa.backends.cuda.runtime import launcher
+from diyfa.backends.cuda.runtime.signature import launch_signature, runtime_names
 from diyfa.problem import LAYOUTS, Launch
 from diyfa.ready.calls import empty
 from diyfa.ready.recording import recording
@@ -34,8 +35,8 @@ names: dict[str, tuple[str, ...]] = {}  # of what tells binaries apart
 
 def record(launch: Launch) -> None:
     name = launch.kernel.fn.__name__
-    signature = launcher.launch_signature(launch)
-    names[name] = (*launcher.runtime_names(launch.kernel), "pointers", "strides", "declared")
+    signature = launch_signature(launch)
+    names[name] = (*runtime_names(launch.kernel), "pointers", "strides", "declared")
     rest = (*map(str, signature.kinds), signature.aligned_pointers, signature.aligned_strides, launch.aligned)
     keys[name][f"{launch.constants} {launch.options}"].add(rest)
 

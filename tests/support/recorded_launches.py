@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from diyfa.backends.cuda import attention, matmul
 from diyfa.backends.cuda.runtime import binaries, driver, launcher, passes
+from diyfa.backends.cuda.runtime.signature import Box, Signature, Tiles, runtime_names
 from diyfa.problem import Launch
 
 STREAM = 77
@@ -58,7 +59,7 @@ class Kernel:
 
     def __getitem__(self, grid: Any) -> Any:
         """A launch of Triton's own."""
-        names = launcher.runtime_names(self)
+        names = runtime_names(self)
 
         def launch(**arguments: Any) -> None:
             kernel_arguments = {name: arguments[name] for name in names}
@@ -67,10 +68,10 @@ class Kernel:
         return launch
 
 
-def parameter_count(signature: launcher.Signature) -> int:
+def parameter_count(signature: Signature) -> int:
     """How many a compiled kernel has; a tensor map comes with its shape and strides."""
     kinds = [x for x in signature.kinds if x not in (None, 1)]
-    return SCRATCH + sum(1 + 2 * len(x.shape) if isinstance(x, launcher.Box) else 1 for x in kinds)
+    return SCRATCH + sum(1 + 2 * len(x.shape) if isinstance(x, Box) else 1 for x in kinds)
 
 
 class Recorder:
@@ -78,22 +79,22 @@ class Recorder:
 
     def __init__(self) -> None:
         self.launches: list[Recorded] = []
-        self.compiled: list[tuple[Launch, launcher.Signature]] = []
+        self.compiled: list[tuple[Launch, Signature]] = []
         self.maps: list[Map] = []
         self._map_numbers: dict[Map, int] = {}
 
-    def stored_binary(self, arch: str, launch: Launch, signature: launcher.Signature) -> binaries.StoredBinary:
+    def stored_binary(self, arch: str, launch: Launch, signature: Signature) -> binaries.StoredBinary:
         self.compiled.append((launch, signature))
         return binaries.StoredBinary(
             cubin=str(len(self.compiled)).encode(), name=launch.kernel.__name__, shared=0,
             num_warps=launch.options.get("num_warps", 4), launch_pdl=launch.options.get("launch_pdl", False),
-            boxes=tuple((x.shape, 3) for x in signature.kinds if isinstance(x, launcher.Box)), scratch=SCRATCH,
+            boxes=tuple((x.shape, 3) for x in signature.kinds if isinstance(x, Box)), scratch=SCRATCH,
         )  # fmt: skip
 
     def load(self, cubin: bytes, name: str, shared: int) -> int:
         return int(cubin)
 
-    def encode(self, tiles: launcher.Tiles, address: int, box: list[int], swizzle: int) -> bytes:
+    def encode(self, tiles: Tiles, address: int, box: list[int], swizzle: int) -> bytes:
         new_map = Map(address, tuple(tiles.shape), tuple(tiles.strides), tuple(box))
         self.maps.append(new_map)
         return struct.pack("<Q120x", len(self.maps) - 1)
@@ -111,10 +112,10 @@ class Recorder:
             return kind.from_address(next(addresses)).value
 
         arguments: dict[str, Any] = {}
-        for name, kind in zip(launcher.runtime_names(launch.kernel), signature.kinds, strict=True):
+        for name, kind in zip(runtime_names(launch.kernel), signature.kinds, strict=True):
             if kind is None or kind == 1:
                 arguments[name] = kind
-            elif isinstance(kind, launcher.Box):
+            elif isinstance(kind, Box):
                 expected_map, rank = self.maps[read(ctypes.c_uint64)], len(kind.shape)
                 shape, strides = ([read(ctype) for _ in range(rank)] for ctype in (ctypes.c_int32, ctypes.c_int64))
                 assert (tuple(shape), tuple(strides)) == (expected_map.shape, expected_map.strides)

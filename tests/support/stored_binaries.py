@@ -19,6 +19,7 @@ from simulators.cuda_driver import install
 
 from diyfa.backends.cuda.attention.merge import make_launch
 from diyfa.backends.cuda.runtime import binaries, jit, launcher, pack, passes
+from diyfa.backends.cuda.runtime.signature import launch_signature
 from diyfa.problem import Launch
 
 ARCH = "sm_90"
@@ -53,7 +54,7 @@ def make(folder: Path) -> dict[str, Any]:
 
     launch_all()
     launch_all()  # from the cache folder
-    keys = [binaries.binary_key(ARCH, launch, launcher.launch_signature(launch)) for launch in described]
+    keys = [binaries.binary_key(ARCH, launch, launch_signature(launch)) for launch in described]
     cache = binaries.cache_folder()
     assert cache is not None
     stored = {key: cache.get(key) for key in keys}
@@ -75,7 +76,7 @@ def many_keys() -> dict[str, str]:
 
     some = [spec for each in (specs, matmul_specs) for spec in itertools.islice(each.compile_specs(ARCH), 150)]
     return {
-        f"{spec.kernel} {spec.case}": binaries.binary_key(ARCH, spec.launch, launcher.launch_signature(spec.launch))
+        f"{spec.kernel} {spec.case}": binaries.binary_key(ARCH, spec.launch, launch_signature(spec.launch))
         for spec in some
     }
 

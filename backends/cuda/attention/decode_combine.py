@@ -26,7 +26,7 @@ from diyfa.backends.cuda.attention.stream_k import (
     tiles_per_sequence,
 )
 from diyfa.backends.cuda.attention.tile_io import LOWEST, cdiv
-from diyfa.backends.cuda.runtime.launcher import arguments_among
+from diyfa.backends.cuda.runtime.signature import arguments_among
 from diyfa.problem import KVCacheProblem, Launch, cached_per_kind
 
 if TYPE_CHECKING:

@@ -34,8 +34,8 @@ from diyfa.backends.cuda.attention.tile_io import PORTABLE, cdiv, lengths_consta
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors, on_device
-from diyfa.backends.cuda.runtime.launcher import Tiles, arguments_among, shared_box
 from diyfa.backends.cuda.runtime.passes import Pass, Replay, launch_each, make_replay
+from diyfa.backends.cuda.runtime.signature import Tiles, arguments_among, shared_box
 from diyfa.features import ADJUSTING, GRADIENTS, TENSORS, Broadcast
 from diyfa.problem import (
     LAYOUTS,

@@ -9,7 +9,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from diyfa.backends.cuda.hopper.configs import ROW_BOUND
-from diyfa.backends.cuda.runtime.launcher import Box, Tiles, shared_box
+from diyfa.backends.cuda.runtime.signature import Box, Tiles, shared_box
 from diyfa.problem import LAYOUTS, MAX_STEPS, VARLEN, bhsd_strides, row_steps
 
 # Layout -> function that picks (batch, head, sequence, feature).

@@ -38,8 +38,8 @@ from diyfa.backends.cuda.hopper.bwd_wide_dq import BLOCK_M, Sm90BwdDqConstants, 
 from diyfa.backends.cuda.hopper.configs import FULL_GPU, heads_in_parallel
 from diyfa.backends.cuda.hopper.mma import ROWS
 from diyfa.backends.cuda.runtime.launch import multiprocessors
-from diyfa.backends.cuda.runtime.launcher import Tiles
 from diyfa.backends.cuda.runtime.passes import Pass
+from diyfa.backends.cuda.runtime.signature import Tiles
 from diyfa.problem import (
     AttentionGradients,
     AttentionProblem,

@@ -69,8 +69,8 @@ from diyfa.backends.cuda.hopper.mma import (
 from diyfa.backends.cuda.hopper.softmax import LN2, Rows, Score, softmax_step
 from diyfa.backends.cuda.hopper.tiles import BOUND, KeyCache, sequence_end
 from diyfa.backends.cuda.runtime.constants import Constants
-from diyfa.backends.cuda.runtime.launcher import Tiles, arguments_among, shared_box
 from diyfa.backends.cuda.runtime.passes import Pass
+from diyfa.backends.cuda.runtime.signature import Tiles, arguments_among, shared_box
 from diyfa.problem import KVCacheProblem, KVCacheTensors, Launch
 
 BLOCK_N = gl.constexpr(configs.BLOCK_N)

@@ -34,8 +34,8 @@ from diyfa.backends.cuda.hopper.float8 import transpose_launch, transposed_value
 from diyfa.backends.cuda.hopper.fwd import CACHE_ARGUMENTS, SCORE_TENSORS, _fwd_sm90_kernel
 from diyfa.backends.cuda.hopper.fwd_common import Sm90Constants
 from diyfa.backends.cuda.hopper.score_functions import SPELLING
-from diyfa.backends.cuda.runtime.launcher import Tiles
 from diyfa.backends.cuda.runtime.passes import Pass
+from diyfa.backends.cuda.runtime.signature import Tiles
 from diyfa.eight_bits import EIGHT_BITS, WEIGHT_SHIFT
 from diyfa.problem import AttentionProblem, AttentionTensors, KVCacheTensors, Launch, cached_per_kind, per_head_stride
 from diyfa.score_code import value_source

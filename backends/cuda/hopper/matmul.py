@@ -51,8 +51,8 @@ from diyfa.backends.cuda.matmul.epilogue import finish
 from diyfa.backends.cuda.matmul.kernel import epilogue_arguments, make_sum, partials_of
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors
-from diyfa.backends.cuda.runtime.launcher import Tiles
 from diyfa.backends.cuda.runtime.passes import Pass
+from diyfa.backends.cuda.runtime.signature import Tiles
 from diyfa.problem import Launch, MatmulProblem, MatmulTensors
 
 

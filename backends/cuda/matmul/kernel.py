@@ -29,8 +29,8 @@ from diyfa.backends.cuda.matmul.epilogue import activate, finish
 from diyfa.backends.cuda.runtime import tune
 from diyfa.backends.cuda.runtime.constants import Constants
 from diyfa.backends.cuda.runtime.launch import multiprocessors
-from diyfa.backends.cuda.runtime.launcher import Tiles, shared_box
 from diyfa.backends.cuda.runtime.passes import Pass, launch_each
+from diyfa.backends.cuda.runtime.signature import Tiles, shared_box
 from diyfa.problem import Launch, MatmulProblem, MatmulTensors, cached_per_problem
 from diyfa.tuning import bucket_size
 

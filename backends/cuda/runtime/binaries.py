@@ -13,18 +13,15 @@ import os
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, LOADED_AT
-from diyfa.backends.cuda.runtime.launcher import kernel_source
+from diyfa.backends.cuda.runtime.signature import Signature, kernel_source
+from diyfa.problem import Launch
 from diyfa.tuning import cache_dir
-
-if TYPE_CHECKING:
-    from diyfa.backends.cuda.runtime.launcher import Signature
-    from diyfa.problem import Launch
 
 _PACKAGE = Path(__file__).parents[1]
 _MODULES = "diyfa.backends.cuda."

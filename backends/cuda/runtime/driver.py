@@ -16,7 +16,8 @@ import torch
 from diyfa.backends.cuda.runtime.torch_private import current_device
 
 if TYPE_CHECKING:
-    from diyfa.backends.cuda.runtime.launcher import PreparedLaunch, Tiles
+    from diyfa.backends.cuda.runtime.launcher import PreparedLaunch
+    from diyfa.backends.cuda.runtime.signature import Tiles
 
 _TMA_TYPES = {  # CUtensorMapDataType
     torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.int8: 0, torch.int32: 3, torch.int64: 5,

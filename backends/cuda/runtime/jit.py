@@ -19,8 +19,8 @@ from triton.compiler import ASTSource
 from diyfa.backends.cuda.gluon.inline_ptx import post_processing
 from diyfa.backends.cuda.runtime.binaries import StoredBinary, cache_folder, why_unknown
 from diyfa.backends.cuda.runtime.launch import COMPILE_OPTIONS, may_compile
-from diyfa.backends.cuda.runtime.launcher import Box, Kinds, Signature, Source, kernel_source
 from diyfa.backends.cuda.runtime.pack import installed
+from diyfa.backends.cuda.runtime.signature import Box, Kinds, Signature, Source, kernel_source
 
 if TYPE_CHECKING:
     from diyfa.problem import Launch

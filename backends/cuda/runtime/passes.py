@@ -19,15 +19,13 @@ from diyfa.backends.cuda.runtime.launch import may_compile, on_device
 from diyfa.backends.cuda.runtime.launcher import (
     Binary,
     PreparedLaunch,
-    Tiles,
     is_missing,
     launch_kernel,
-    launch_signature,
     launches_are_hooked,
     load_kernels,
     loaded_binary,
-    runtime_names,
 )
+from diyfa.backends.cuda.runtime.signature import Tiles, launch_signature, runtime_names
 from diyfa.backends.cuda.runtime.torch_private import current_device, current_stream, make_allocator
 from diyfa.problem import Launch
 

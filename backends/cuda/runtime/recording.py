@@ -15,7 +15,7 @@ from diyfa.arch import gpu_arch_name, gpu_spec
 from diyfa.backends.cuda.runtime import launch as host
 from diyfa.backends.cuda.runtime import launcher, tune
 from diyfa.backends.cuda.runtime.binaries import binary_key, cache_folder, find_binary, why_unknown
-from diyfa.backends.cuda.runtime.launcher import Signature
+from diyfa.backends.cuda.runtime.signature import Signature, launch_signature
 from diyfa.problem import Launch, ToolMissing
 
 # Multiprocessors of the usual GPU of an architecture: T4, A100, A10, RTX 4090, H100, B200, RTX 5090.
@@ -64,7 +64,7 @@ class Recorded(NamedTuple):
 
 def recorded(arch: str, launch: Launch) -> Recorded:
     """Return a record of the kernel of `launch`, for `arch`."""
-    signature, function = launcher.launch_signature(launch), launch.kernel.fn
+    signature, function = launch_signature(launch), launch.kernel.fn
     return Recorded(
         binary_key(arch, launch, signature), arch, function.__module__, function.__name__,
         launch._replace(kernel=None, grid=1, arguments={}), signature._replace(values=[]),

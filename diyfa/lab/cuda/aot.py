@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from diyfa.arch import GPUSpec, gpu_spec
 from diyfa.backends.cuda.runtime.jit import compile_for
-from diyfa.backends.cuda.runtime.launcher import launch_signature
+from diyfa.backends.cuda.runtime.signature import launch_signature
 from diyfa.lab.compile_report import CompileReport, sample_jobs
 from diyfa.lab.cuda.sass import disassembled, spills_in_loops
 from diyfa.problem import Launch
