@@ -96,7 +96,8 @@ def unpad_input_for_concatenated_sequences(
 
     Raises:
         TypeError: an argument is no tensor, or the lengths are no integers.
-        ValueError: the lengths have another shape than the batch, or those of a row add up to more than its length.
+        ValueError: the lengths have another shape than the batch, one is negative, or those of a row add up
+            to more than its length.
     """
     _check_mask(hidden_states, attention_mask_in_length, "attention_mask_in_length")
     if attention_mask_in_length.dtype == torch.bool or attention_mask_in_length.is_floating_point():
@@ -106,10 +107,10 @@ def unpad_input_for_concatenated_sequences(
     indices = (columns < row_lengths).flatten().nonzero().flatten()
     flat = attention_mask_in_length.flatten()
     lengths = flat[flat.nonzero().flatten()]
-    if not torch.compiler.is_compiling() and int(lengths.sum()) != indices.shape[0]:
+    if not torch.compiler.is_compiling() and int(lengths.clamp(min=0).sum()) != indices.shape[0]:
         raise ValueError(
-            f"the lengths of each row of attention_mask_in_length must fit into its {hidden_states.shape[1]} places, "
-            f"got rows of {row_lengths.flatten().tolist()}"
+            "the lengths of each row of attention_mask_in_length must not be negative and must fit into its "
+            f"{hidden_states.shape[1]} places, got {attention_mask_in_length.tolist()}"
         )
     tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
     return tokens, indices, _cumulative(lengths), _longest(lengths)

@@ -265,12 +265,16 @@ def flash_attn_varlen_qkvpacked_func(
 # ---- Functions that sequence-parallel libraries call ------------------------------------------------------------
 
 
+def _check_return_softmax(return_softmax: bool, causal: bool, dropout_p: float) -> None:
+    validation.check_booleans(causal=causal, return_softmax=return_softmax)
+    if return_softmax and not dropout_p:
+        raise ValueError("return_softmax=True needs dropout_p > 0: it shows what dropout kept")
+
+
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Lengths | None, return_softmax: bool, **arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    validation.check_booleans(causal=arguments["causal"], return_softmax=return_softmax)
-    if return_softmax and not arguments["dropout_p"]:
-        raise ValueError("return_softmax=True needs dropout_p > 0: it shows what dropout kept")
+    _check_return_softmax(return_softmax, arguments["causal"], arguments["dropout_p"])
     validation.check_tensors(q=q, k=k, v=v)
     arguments["layout"] = "bshd" if lengths is None else VARLEN
     lengths = lengths or NO_LENGTHS
@@ -387,7 +391,7 @@ def _flash_attn_varlen_forward(
     if leftpad_k is not None:
         raise ValueError("leftpad_k is not implemented: cut the sequences with cu_seqlens_k")
     if block_table is not None or seqused_k is not None:
-        validation.check_booleans(causal=causal, return_softmax=return_softmax)
+        _check_return_softmax(return_softmax, causal, dropout_p)
         with torch.no_grad():
             out, lse = _attend_pages(
                 q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,

@@ -156,13 +156,19 @@ def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*tensors, out, lse, *kept)
 
 
-@once_differentiable
 def _differentiate(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
-    q, k, v, cu_seqlens, slopes, sinks, state, out, lse, *kept = ctx.saved_tensors
+    gradients = _gradients(ctx.options, dout, dlse, *ctx.saved_tensors)
+    return *gradients, None, *(None for _ in ctx.options)
+
+
+@once_differentiable
+def _gradients(options: Any, dout: Any, dlse: Any, *saved: Any) -> Any:
+    """Run the operator. `once_differentiable` must see that the gradients depend on `saved`, too."""
+    q, k, v, cu_seqlens, slopes, sinks, state, out, lse, *kept = saved
     dq, dk, dv, dsinks = torch.ops.diyfa_distributed.attention_bwd(
-        dout, dlse, q, k, v, cu_seqlens, slopes, sinks, state, out, lse, kept, *ctx.options
+        dout, dlse, q, k, v, cu_seqlens, slopes, sinks, state, out, lse, kept, *options
     )
-    return dq, dk, dv, None, None, None if sinks is None else dsinks, None, *(None for _ in ctx.options)
+    return dq, dk, dv, None, None, None if sinks is None else dsinks
 
 
 for _name, _implementation, _fake in (("attention_fwd", _fwd, _fwd_fake), ("attention_bwd", _bwd, _bwd_fake)):

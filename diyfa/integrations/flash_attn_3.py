@@ -155,15 +155,23 @@ def flash_attn_varlen_func(
 
 def _attend_packed(q: Tensor, k_cache: Tensor, v_cache: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Attend with packed queries to a cache. A contiguous cache becomes a paged one with one page for each sequence."""
-    table, seqused_k = arguments["page_table"], arguments["cache_seqlens"]
-    batch = arguments["cu_seqlens_q"].shape[0] - 1
+    table, rows, seqused_k = (arguments[name] for name in ("page_table", "cache_batch_idx", "cache_seqlens"))
+    batch, room = arguments["cu_seqlens_q"].shape[0] - 1, "the cache" if table is None else "page_table"
+    if table is not None and rows is not None:
+        raise ValueError("cache_batch_idx chooses rows of a contiguous cache; pages are chosen by page_table")
     if table is None:
-        rows = arguments["cache_batch_idx"]
+        if rows is None and k_cache.shape[0] < batch:
+            raise ValueError(
+                f"the cache has {k_cache.shape[0]} rows for a batch of {batch}: name them by cache_batch_idx"
+            )
         rows = torch.arange(batch, dtype=torch.int32, device=q.device) if rows is None else rows
         table = rows[:, None]
     capacity = table.shape[1] * k_cache.shape[1]
     if not isinstance(seqused_k, Tensor):
-        seqused_k = q.new_full((batch,), capacity if seqused_k is None else seqused_k, dtype=torch.int32)
+        length = capacity if seqused_k is None else validation.check_length("cache_seqlens", seqused_k)
+        if length > capacity:
+            raise ValueError(f"cache_seqlens must be from 0 to what {room} holds, {capacity}; got {length}")
+        seqused_k = q.new_full((batch,), length, dtype=torch.int32)
     longest = q.shape[0] if arguments["max_seqlen_q"] is None else arguments["max_seqlen_q"]
     results = flash_attention_varlen(
         q, k_cache, v_cache, arguments["cu_seqlens_q"], None, validation.check_length("max_seqlen_q", longest),
@@ -226,7 +234,8 @@ def flash_attn_with_kvcache(
 
     Raises:
         ValueError: qv, attention_chunk, cu_seqlens_k_new or rotary_seqlens is given; scheduler_metadata has elements;
-            packed queries come with new keys, cache_leftpad or descales; else as `diyfa.flash_attn_with_kvcache`.
+            packed queries come with new keys, rotary tables, cache_leftpad or descales; else as
+            `diyfa.flash_attn_with_kvcache`.
     """
     _refuse(attention_chunk, qv=qv, cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens)
     check_metadata(scheduler_metadata)
@@ -242,8 +251,8 @@ def flash_attn_with_kvcache(
             )  # fmt: skip
         else:
             refused = {
-                "k": k, "cache_leftpad": cache_leftpad, "q_descale": q_descale, "k_descale": k_descale,
-                "v_descale": v_descale,
+                "k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_leftpad": cache_leftpad,
+                "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
             }  # fmt: skip
             for name, value in refused.items():
                 if value is not None:

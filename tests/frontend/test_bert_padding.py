@@ -113,8 +113,9 @@ def test_a_marked_position_counts_once() -> None:
 def test_lengths_that_do_not_fit() -> None:
     """cu_seqlens beyond the rows there are would be read by a kernel that cannot check them."""
     x = tokens(2, 6, 3)
-    with pytest.raises(ValueError, match=r"must fit into its 6 places, got rows of \[8, 6\]"):
-        unpad_input_for_concatenated_sequences(x, torch.tensor([[4, 4, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]]))
+    for row in ([4, 4, 0, 0, 0, 0], [3, -1, 0, 0, 0, 0]):
+        with pytest.raises(ValueError, match=rf"must not be negative and must fit into its 6 places, got \[\[{row[0]}"):
+            unpad_input_for_concatenated_sequences(x, torch.tensor([row, [6, 0, 0, 0, 0, 0]]))
     for dtype in (torch.bool, torch.float32):
         with pytest.raises(TypeError, match="attention_mask_in_length must hold integers"):
             unpad_input_for_concatenated_sequences(x, torch.ones(2, 6, dtype=dtype))

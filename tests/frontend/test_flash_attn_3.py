@@ -198,6 +198,16 @@ ABSENT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = 
         cached, (FLOAT8, X, X), {"q_descale": torch.ones(1, 2, device="meta")},
     ),
     "k cannot go with packed": (cached, (X[0], X, X, X, X), {"cu_seqlens_q": CU}),
+    "v cannot go with packed": (cached, (X[0], X, X), {"cu_seqlens_q": CU, "v": X}),
+    "rotary_cos cannot go with packed": (cached, (X[0], X, X), {"cu_seqlens_q": CU, "rotary_cos": X[0, :, 0]}),
+    "rotary_sin cannot go with packed": (cached, (X[0], X, X), {"cu_seqlens_q": CU, "rotary_sin": X[0, :, 0]}),
+    "cache_batch_idx chooses rows of a contiguous cache": (
+        cached, (X[0], X, X), {"cu_seqlens_q": CU, "page_table": CU[None, :1], "cache_batch_idx": CU[:1]},
+    ),
+    "the cache has 1 rows for a batch of 2": (cached, (X[0], X, X), {"cu_seqlens_q": torch.cat((CU, CU[1:]))}),
+    "cache_seqlens must be from 0 to what the cache holds, 4; got 5": (
+        cached, (X[0], X, X), {"cu_seqlens_q": CU, "cache_seqlens": 5},
+    ),
     "scheduler_metadata must": (cached, (X, X, X), {"scheduler_metadata": X}),
     "cu_seqlens_k_new is not supported": (cached, (X, X, X), {"cu_seqlens_k_new": CU}),
 }  # fmt: skip

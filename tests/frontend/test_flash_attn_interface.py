@@ -359,6 +359,8 @@ ERRORS = {
     "probs": (flash_attn_func, (Q, Q, Q), {"return_attn_probs": "no"}, TypeError, "return_attn_probs must be True"),
     "return_softmax": (_flash_attn_forward, (Q, Q, Q, 0.0, None, False, -1, -1, 0.0, None, True), {}, ValueError,
                        "dropout_p > 0"),
+    "return_softmax_over_pages": (_flash_attn_varlen_forward, (*PACKED, 0.0, None, False),
+                                  {"return_softmax": True, "seqused_k": CU[1:]}, ValueError, "dropout_p > 0"),
 }  # fmt: skip
 
 

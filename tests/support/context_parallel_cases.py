@@ -652,6 +652,15 @@ def run_compiled() -> None:
             actual, expected = (torch.autograd.grad(out.square().sum(), qkv) for out in outs)
         pairs = zip((outs[0], *actual), (outs[1], *expected), strict=True)
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in pairs), (method, left, scale)
+    with use_backend("cpu"):
+        out = torch.compile(attend, backend="eager", fullgraph=True)("ring", 3, 0.1)
+    (dq,) = torch.autograd.grad(out.sum(), qkv[0], create_graph=True)
+    try:  # the second derivative does not exist, so it may not be zero
+        (dq.sum() + qkv[0].sum()).backward()
+    except RuntimeError as error:
+        assert "once_differentiable" in str(error), error
+    else:
+        raise AssertionError("a second derivative was not refused")
     number = compiled.call_number(single, *(x for pair in (
         ("causal", True), ("method", "ulysses"), ("load_balance", "zigzag"), ("layout", "bhsd"),
         ("deterministic", False), ("return_lse", True), ("variant", "auto"), ("backend", "cpu"), ("gradients", "sinks"),
