@@ -556,7 +556,7 @@ class _Attention(torch.autograd.Function):
             # With other addresses, hooks have packed and unpacked the saved tensors.
             if addresses == ctx.addresses and call.is_usable():
                 return _by_argument(call, _run_backward(call, tensors, addresses, dout))
-        gradients = _by_argument(call, _differentiate(call, saved, dout, dlse))
+        gradients = _by_argument(call, _differentiate(call, dout, dlse, *saved))
         # An operator returns a tensor without elements where there is no gradient.
         return tuple([x if need else None for x, need in zip(gradients, ctx.needs_input_grad, strict=True)])
 
@@ -575,9 +575,12 @@ def _by_argument(call: Plan | _Unplanned, results: Sequence[torch.Tensor | None]
 
 @once_differentiable
 def _differentiate(
-    call: Plan | _Unplanned, saved: tuple[Any, ...], dout: torch.Tensor | None, dlse: torch.Tensor | None
+    call: Plan | _Unplanned, dout: torch.Tensor | None, dlse: torch.Tensor | None, *saved: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run the backward pass of a call that something observes, or that has a gradient of lse, too."""
+    """Run the backward pass of a call that something observes, or that has a gradient of lse, too.
+
+    `saved` are arguments of their own, so that `once_differentiable` sees that the gradients depend on them.
+    """
     lengths, options = with_tensors(call.lengths, call.options, call.names, saved[5:])
     return tuple(differentiate((dout, dlse), saved[:3], saved[3:5], lengths, options))
 

@@ -58,8 +58,15 @@ class _StraightThrough(torch.autograd.Function):
         return forward(q8, k8, v8, *with_tensors(*call, optional))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[torch.Tensor | None, ...]:
+        # The gradients depend on q, k and v, which are not saved. A tensor that requires a gradient stands for them.
+        # A traced program has no second derivatives, and cannot make such a tensor.
+        inputs = () if torch.compiler.is_compiling() else (torch.empty(0, requires_grad=True),)
+        return _StraightThrough._differentiate(ctx, dout, dlse, *inputs)
+
+    @staticmethod
+    @once_differentiable
+    def _differentiate(ctx: Any, dout: Any, dlse: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         saved = ctx.saved_tensors
         lengths, options = with_tensors(*call, saved[3:])

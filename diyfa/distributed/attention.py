@@ -416,6 +416,11 @@ class _ContextParallel(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *backward(ctx.plan, ctx.saved_tensors, dout, dlse)
+        return None, None, *_differentiate(ctx.plan, dout, dlse, *ctx.saved_tensors)
+
+
+@once_differentiable
+def _differentiate(plan: _Plan, dout: Any, dlse: Any, *saved: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Run `backward`. `once_differentiable` must see that the gradients depend on `saved`, too."""
+    return backward(plan, saved, dout, dlse)

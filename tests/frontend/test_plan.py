@@ -199,6 +199,9 @@ def test_a_second_derivative_is_refused_here_too(trained, launches):
     assert launches and torch.equal(dq, expected[0])
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
+    (dq,) = torch.autograd.grad(attend(q, k, v, causal=True).sum(), q, create_graph=True)  # of inputs only
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (dq.sum() + q.sum()).backward()
 
 
 def test_an_input_changed_in_place_is_noticed(trained, launches):
