@@ -1,17 +1,20 @@
 """Hugging Face Transformers: `attn_implementation="diyfa"`, on any device, and `"paged|diyfa"`.
 
 An attention implementation of Transformers has two functions. The mask function gets the model's masks (causal, sliding
-window, padding, packed sequences, a cache with room for more rows, any other) and encodes them in one tensor. The
-attention function gets that tensor in every layer. Masks that diyfa's options express need only a small tensor:
+window, padding, packed sequences, a cache with free keys, any other) and encodes each in one tensor. The attention
+function gets that tensor in every layer. Masks that diyfa's options express need only a small tensor:
 
     None                    no mask: causality is what the module says
     bool (B, Sk)            padding of attention that is not causal, False where there is no token; (0, Sk): no padding
-    bool (B, Sk, 1 + r)     the same for causal attention; the cache's last r rows are free, and no query sees them yet
-    int32 (B, S)            packed sequences, causal: the number of each row's sequence
+    int8 (B, Sk, 1 + w)     the same with a window: a query sees w keys on each side
+    bool (B, Sk, 1 + r)     padding of causal attention; the cache's last r keys are free, and no query sees them yet
+    uint8 (B, Sk, 1 + r)    the same with the window that the model hands on
+    int32 (B, S)            packed sequences, causal: the number of each token's sequence
+    int64 (B, S)            the same with the window that the model hands on
     (B, 1, Sq, Sk)          any other mask, and masks that a program passes itself: the complete mask, used as a bias
 
-With a sliding window bool becomes uint8, and int32 becomes int64; without it the window that a model hands on does not
-count. A layer must have the Sk keys that its mask was made for.
+With the other masks a window that the model hands on does not count. A layer must have the Sk keys that its mask was
+made for.
 
 Results are those of the model's eager attention. With `quantize=` they have the errors of int8 or float8.
 """
@@ -36,9 +39,9 @@ from diyfa.quantization import quantize
 
 NAME = "diyfa"
 SEAM = "transformers"
-WINDOW_DTYPES = (torch.uint8, torch.int64)
-PADDING = (torch.bool, torch.uint8)
-PACKED = (torch.int32, torch.int64)
+PADDING_DTYPES = (torch.bool, torch.uint8, torch.int8)
+NUMBERS_DTYPES = (torch.int32, torch.int64)
+CAUSAL_WINDOW_DTYPES = (torch.uint8, torch.int64)
 # Models that change the mask that they get, or take an encoder for causal: they get the mask of eager attention.
 NEED_EAGER_MASKS = frozenset(("bigbird_pegasus", "bridgetower", "deepseek_v4", "doge", "pix2struct_text_model", "umt5"))
 
@@ -53,13 +56,16 @@ def _mask_functions(mask_function: Any) -> list[Any]:
     return [term for function in functions for term in _mask_functions(function)]
 
 
-def _packed(mask_function: Any) -> torch.Tensor | None:
-    """Return the number of each row's sequence if the mask is causal and packed, perhaps with a window; else None."""
-    names = [getattr(term, "__qualname__", "").split(".")[0] for term in _mask_functions(mask_function)]
+def _sequence_numbers(mask_function: Any) -> torch.Tensor | None:
+    """Return the number (B, S) of each token's sequence, or None.
+
+    It is None if the mask is not packed or is more than packed and causal, apart from a window.
+    """
+    terms = _mask_functions(mask_function)
+    names = [getattr(term, "__qualname__", "").split(".")[0] for term in terms]
     if set(names) - {"sliding_window_overlay"} != {"causal_mask_function", "packed_sequence_mask_function"}:
         return None
-    inner = _mask_functions(mask_function)[names.index("packed_sequence_mask_function")]
-    return inner.__closure__[0].cell_contents
+    return terms[names.index("packed_sequence_mask_function")].__closure__[0].cell_contents
 
 
 @functools.cache
@@ -77,6 +83,11 @@ def _attends_by_itself(config_class: type) -> bool:
     return bool(models) and not supports
 
 
+def _has_indexer(config: Any) -> bool:
+    """Return whether an indexer chooses the keys of some layers. It reads the complete mask, also a packed one."""
+    return any("sparse" in kind for kind in getattr(config, "layer_types", None) or ())
+
+
 def make_attention_mask(
     batch_size: int,
     q_length: int,
@@ -89,10 +100,10 @@ def make_attention_mask(
 ) -> torch.Tensor | None:
     """Return the mask of one kind of layer, as in the module's table. The arguments are Transformers'.
 
-    1. A packed mask becomes the number of each row's sequence.
-    2. A mask that is neither causal nor bidirectional, apart from a window and padding, is formed in full. So are masks
-       that the model itself reads, and those that depend on a position on the device.
-    3. Otherwise the result says what is padding and which rows of a cache are free; None if all queries see all keys.
+    1. A packed mask becomes the number of each token's sequence.
+    2. The mask is complete if the model reads it, if it depends on a position on the device, or if diyfa's options
+       do not express it.
+    3. Otherwise the result says what is padding and which keys of a cache are free; None if all queries see all keys.
     """
     # From the submodule itself: not every torch.compile can trace Transformers' lazy modules.
     from transformers.masking_utils import (
@@ -114,33 +125,41 @@ def make_attention_mask(
             f"models of {type(config).__name__} have an attention of their own: use attn_implementation='eager'"
         )
     needs_eager_mask = getattr(config, "model_type", "") in NEED_EAGER_MASKS
-    window = kwargs.get("local_size")
-    slides = not is_plain and window is not None and window == getattr(config, "sliding_window", None)
+    window: int = kwargs.get("local_size") or 0
+    slides = not is_plain and window > 0 and window == getattr(config, "sliding_window", None)
     # A model that does not permit to skip its mask reads it.
     causal = kwargs.get("allow_is_causal_skip") and (slides or mask_function is causal_mask_function)
     both_ways = kwargs.get("allow_is_bidirectional_skip") and (slides or mask_function is bidirectional_mask_function)
-    if not (tracing or causal or both_ways or needs_eager_mask):
-        rows = _packed(mask_function)
-        if rows is not None and attention_mask is None:
-            return rows.to(torch.int64 if slides else torch.int32)
+    if not (tracing or causal or both_ways or needs_eager_mask or _has_indexer(config)) and attention_mask is None:
+        numbers = _sequence_numbers(mask_function)
+        if numbers is not None:
+            return numbers.to(torch.int64 if slides else torch.int32)
     # A static cache has its length on the device. With one new token, or in a traced program, do not wait for it.
-    is_offset_unread = causal and isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1)
-    if needs_eager_mask or not (causal or both_ways) or is_offset_unread:
+    depends_on_position = causal or (both_ways and slides)
+    is_offset_unread = depends_on_position and isinstance(q_offset, torch.Tensor) and (tracing or q_length == 1)
+    end = kv_length  # of the keys up to the last query
+    if depends_on_position and not is_offset_unread:
+        end = int(q_offset) + q_length - kv_offset
+    # diyfa aligns windows at the last query and the last key.
+    is_shifted = both_ways and end != kv_length
+    if needs_eager_mask or not (causal or both_ways) or is_offset_unread or is_shifted:
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         form = eager_mask if needs_eager_mask else sdpa_mask
         return form(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
-    keys = min(kv_length, int(q_offset) + q_length - kv_offset) if causal else kv_length  # that the last query sees
+    n_seen = min(kv_length, end)
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + kv_length]
-        if not tracing and bool(padding[:, :keys].all()):
+        if not tracing and bool(padding[:, :n_seen].all()):
             padding = None
+    if padding is None and both_ways and not slides:
+        return None
     if padding is None:
-        if both_ways and not slides:
-            return None
         padding = torch.empty((0, kv_length), dtype=torch.bool, device=kwargs.get("device"))
-    padding = padding.to(torch.uint8) if slides else padding
-    return padding[:, :, None].expand(-1, -1, 1 + kv_length - keys) if causal else padding
+    if causal:
+        padding = padding.to(torch.uint8) if slides else padding
+        return padding[:, :, None].expand(-1, -1, 1 + kv_length - n_seen)
+    return padding.to(torch.int8)[:, :, None].expand(-1, -1, 1 + window) if slides else padding
 
 
 # ---- The attention -------------------------------------------------------------------------------------------------
@@ -183,12 +202,7 @@ def _by_position(positions: torch.Tensor) -> Sequences | None:
     return None if packed[0].shape[0] == 2 else packed
 
 
-def _seen_rows(mask: torch.Tensor) -> torch.Tensor:
-    """Return the padding (B, n) of the n rows of a cache that some query sees, of a causal mask."""
-    return mask[:, : 1 + mask.shape[1] - mask.shape[2], 0]
-
-
-class _Padding(NamedTuple):
+class _Runs(NamedTuple):
     """A padding mask (B, S) read as packed sequences. All fields are None if a sample's tokens have gaps.
 
     * sequences: the batch as packed sequences. Runs of padding are sequences, too, which no token sees.
@@ -202,53 +216,102 @@ class _Padding(NamedTuple):
     query_offsets: torch.Tensor | None = None
 
 
-def _by_padding(mask: torch.Tensor) -> _Padding:
-    is_token = mask.bool()
+def _by_padding(padding: torch.Tensor) -> _Runs:
+    is_token = padding.bool()
     begins = is_token != is_token.roll(1, 1)
     begins[:, 0] = is_token[:, 0]
     if bool(((begins & is_token).sum(1) > 1).any()):
-        return _Padding()
+        return _Runs()
     ends_with_token = bool(is_token[:, -1].all())
     offsets, longest = _sequences(begins)
     # Queries of a sample without any token see its padding.
     has_queries = (is_token | ~is_token.any(1, keepdim=True)).flatten()[offsets[:-1]]
     query_offsets = torch.nn.functional.pad(has_queries.cumsum(0), (1, 0)).to(torch.int32)
     leftpad = is_token.int().argmax(1).to(torch.int32) if ends_with_token else None
-    return _Padding((offsets, longest), leftpad, query_offsets)
+    return _Runs((offsets, longest), leftpad, query_offsets)
 
 
-def _packed_lengths(
-    mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, causal: bool, extras: dict[str, Any]
-) -> Any:
+class _Mask(NamedTuple):
+    """What a mask of the module's table says. At most one of the tensors is given.
+
+    * reach: number of keys on each side that a query sees, -1 for all.
+    * n_free: number of free keys at the end of a cache.
+    * padding: (B, Sk - n_free), 0 for padding.
+    * numbers: (B, S), the number of each token's sequence.
+    * complete: (B or 1, heads or 1, Sq, Sk).
+    """
+
+    causal: bool = False
+    reach: int = -1
+    n_free: int = 0
+    padding: torch.Tensor | None = None
+    numbers: torch.Tensor | None = None
+    complete: torch.Tensor | None = None
+
+
+def _padding(mask: torch.Tensor) -> torch.Tensor:
+    """Return the padding of the keys that some query sees, of a mask of three dimensions."""
+    n_free = 0 if mask.dtype == torch.int8 else mask.shape[2] - 1
+    return mask[:, : mask.shape[1] - n_free, 0]
+
+
+def _decoded(mask: torch.Tensor, module: Any, window: int | None, n_keys: int) -> _Mask:
+    """Return what a mask of the module's table says to a layer with `n_keys` keys that hands on `window`."""
+    if mask.dim() == 4:
+        return _Mask(complete=mask)
+    if mask.dim() != 2 and not (mask.dim() == 3 and mask.dtype in PADDING_DTYPES):
+        raise ValueError(f"a mask must be (batch, keys) or (batch, heads, queries, keys), got {tuple(mask.shape)}")
+    has_window = mask.dtype in CAUSAL_WINDOW_DTYPES
+    if has_window and not window:
+        raise ValueError(_no_window(module))
+    reach = window - 1 if has_window and window else -1
+    if mask.dtype in NUMBERS_DTYPES:
+        return _Mask(True, reach, numbers=mask)
+    if n_keys != mask.shape[1]:
+        raise ValueError(
+            f"the mask was made for {mask.shape[1]} keys, but {type(module).__name__} has {n_keys}: a sliding cache "
+            "that records its past is cropped before its next use"
+        )
+    has_padding = mask.shape[0] > 0
+    if mask.dim() == 2:
+        return _Mask(padding=mask if has_padding else None)
+    # Its sequences are cached on the padding, so that all layers of a mask need the same tensor.
+    padding = _cached_on(mask, _padding) if has_padding else None
+    if mask.dtype == torch.int8:
+        return _Mask(reach=mask.shape[2] - 1, padding=padding)
+    return _Mask(True, reach, mask.shape[2] - 1, padding)
+
+
+def _packed_lengths(mask: _Mask, q: torch.Tensor, k: torch.Tensor, extras: dict[str, Any]) -> Any:
     """Return (cu_q, cu_k, longest q, longest k), or () if nothing is packed.
 
     They come from a collator's lengths, else from the mask, else from position ids that restart: some models' masks
     ignore those.
     """
-    if extras.get("cu_seq_lens_q") is not None and (mask is None or mask.dim() == 2):  # a 4-D mask is complete
+    if extras.get("cu_seq_lens_q") is not None and mask.complete is None:
         return tuple(extras[f"{name}_{side}"] for name in ("cu_seq_lens", "max_length") for side in "qk")
     packed, positions = None, extras.get("position_ids")
-    if mask is not None and mask.dim() == 2 and mask.dtype in PACKED:
-        packed = _cached_on(mask, _by_number)
+    if mask.numbers is not None:
+        packed = _cached_on(mask.numbers, _by_number)
     elif q.shape[:2] != k.shape[:2] or torch.compiler.is_compiling() or extras.get("position_bias") is not None:
         return ()
-    elif mask is not None and mask.dim() == 2:
-        packed, _, query_offsets = _cached_on(mask, _by_padding)
-        if packed is not None and not causal and mask.dtype not in WINDOW_DTYPES:  # keys may be an encoder's
+    elif mask.padding is not None:
+        packed, _, query_offsets = _cached_on(mask.padding, _by_padding)
+        if packed is not None and not mask.causal and mask.reach < 0:  # keys may be an encoder's
             return query_offsets * q.shape[1], packed[0], q.shape[1], packed[1]
-    elif causal and mask is None and isinstance(positions, torch.Tensor):
+    elif mask.causal and mask.complete is None and isinstance(positions, torch.Tensor):
         packed = _cached_on(positions, _by_position) if positions.shape == (1, q.shape[1]) == q.shape[:2] else None
     return () if packed is None else (packed[0], packed[0], packed[1], packed[1])
 
 
-def _quantised_packed(rows: tuple[torch.Tensor, ...], sequences: int, dtype: str) -> tuple[Quantized, ...]:
+def _quantised_packed(qkv: tuple[torch.Tensor, ...], sequences: int, dtype: str) -> tuple[Quantized, ...]:
     """Return packed q, k and v (T, H, D) quantised, with one descale and mean for each head of all sequences."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in rows):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in qkv):
         raise ValueError(
             f"quantize={dtype!r} does not train packed sequences, nor padded batches, which become packed: train with "
             "samples of one length, or without quantize"
         )
-    q, k, v = (x[None] for x in rows)
+    q, k, v = (x[None] for x in qkv)
     return tuple(
         Quantized(x.values[0], *(None if y is None else y.expand(sequences, *y.shape[1:]) for y in (x.descale, x.mean)))
         for x in quantize(q, k, v, "head", dtype, smooth=True, layout="bshd")
@@ -266,18 +329,18 @@ def _attend_packed(
     """Return the attention of (B, S, H, D) tensors as one packed batch of B · S rows, with `_packed_lengths`."""
     cu_q, cu_k, max_q, max_k = lengths
     batch = q.shape[:2]
-    rows: Any = autocast(*(x.flatten(0, 1) for x in (q, k, v)))
+    qkv: Any = autocast(*(x.flatten(0, 1) for x in (q, k, v)))
     if eight_bits:
-        options = {**options, "out_dtype": rows[0].dtype}
-        rows = _quantised_packed(rows, cu_q.shape[0] - 1, eight_bits)
-    x, y, z = rows
-    out = flash_attention_varlen(x, y, z, cu_q.to(torch.int32), cu_k.to(torch.int32), int(max_q), int(max_k), **options)
+        options = {**options, "out_dtype": qkv[0].dtype}
+        qkv = _quantised_packed(qkv, cu_q.shape[0] - 1, eight_bits)
+    q, k, v = qkv
+    out = flash_attention_varlen(q, k, v, cu_q.to(torch.int32), cu_k.to(torch.int32), int(max_q), int(max_k), **options)
     assert isinstance(out, torch.Tensor), "nobody asks for the log-sum-exp"
     return out.unflatten(0, batch)
 
 
 def _attend_one_token(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: _Mask, options: dict[str, Any]
 ) -> torch.Tensor | None:
     """Return the attention of one new token of each sample over a cache, by split-KV; None if split-KV cannot do it.
 
@@ -288,8 +351,10 @@ def _attend_one_token(
     if q.shape[1] != 1 or k.shape[1] == 1 or learns or options["dropout_p"]:
         return None
     leftpad = None
-    if mask is not None:
-        leftpad = None if mask.dim() == 4 or torch.compiler.is_compiling() else _cached_on(mask, _by_padding).leftpad
+    if mask.complete is not None or (mask.padding is not None and torch.compiler.is_compiling()):
+        return None
+    if mask.padding is not None:
+        leftpad = _cached_on(mask.padding, _by_padding).leftpad
         if leftpad is None:
             return None
     out = flash_attn_with_kvcache(
@@ -307,7 +372,7 @@ def _no_window(module: Any) -> str:
     )
 
 
-def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: dict[str, Any]) -> None:
+def _check(extras: dict[str, Any]) -> None:
     if extras.get("output_attentions"):
         raise ValueError(
             "output_attentions=True needs the weights, which diyfa never forms: use attn_implementation='eager'"
@@ -315,15 +380,6 @@ def _check(module: Any, mask: torch.Tensor | None, window: int | None, extras: d
     for name in ("block_indices", "head_mask"):
         if extras.get(name) is not None:
             raise ValueError(f"{name} is not supported by diyfa: use attn_implementation='eager'")
-    if extras.get("indices") is not None and (mask is None or mask.dim() != 4):
-        raise ValueError("indices of the keys that a query sees need a mask (batch, heads, queries, keys) beside them")
-    if mask is not None and mask.dim() < 4 and mask.dtype in WINDOW_DTYPES and not window:
-        raise ValueError(_no_window(module))
-    pads = mask is not None and mask.dim() < 4 and mask.shape[0] > 0 and mask.dtype not in PACKED
-    if pads and extras.get("cu_seq_lens_q") is not None:
-        raise ValueError("an attention_mask with padding and the lengths of packed sequences exclude each other")
-    if mask is not None and mask.dim() not in (2, 4) and not (mask.dim() == 3 and mask.dtype in PADDING):
-        raise ValueError(f"a mask must be (batch, keys) or (batch, heads, queries, keys), got {tuple(mask.shape)}")
 
 
 def _only(mask: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -368,40 +424,29 @@ def attention(
     Of `extras` it reads sliding_window, softcap, s_aux, position_bias, position_ids, lengths of packed sequences, and
     indices (B, Sq, n) of the keys that each query sees.
     """
-    mask, window, bias = attention_mask, extras.get("sliding_window"), extras.get("position_bias")
-    if mask is None:
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    _check(extras)
+    if attention_mask is None:
+        mask = _Mask(bool(getattr(module, "is_causal", True) if is_causal is None else is_causal))
     else:
-        causal = mask.dim() == 3 or (mask.dim() == 2 and mask.dtype in PACKED)
-    _check(module, mask, window, extras)
+        mask = _decoded(attention_mask, module, extras.get("sliding_window"), key.shape[2])
+    bias, indices, sinks = extras.get("position_bias"), extras.get("indices"), extras.get("s_aux")
+    if indices is not None and mask.complete is None:
+        raise ValueError("indices of the keys that a query sees need a mask (batch, heads, queries, keys) beside them")
+    if mask.padding is not None and extras.get("cu_seq_lens_q") is not None:
+        raise ValueError("an attention_mask with padding and the lengths of packed sequences exclude each other")
     eight_bits = _eight_bits(query, key)
     route = f"diyfa in {eight_bits}" if eight_bits else "diyfa"
-    sinks, softcap = extras.get("s_aux"), extras.get("softcap")
-    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    q, k, v = (x.transpose(1, 2) for x in rows)
+    q, k, v = ((x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2) for x in (query, key, value))
+    if mask.n_free:
+        n_seen = k.shape[1] - mask.n_free
+        k, v = k[:, :n_seen], v[:, :n_seen]
+        bias = None if bias is None else bias[..., :n_seen]
     options: dict[str, Any] = {
-        "sm_scale": scaling, "dropout_p": dropout, "softcap": softcap or 0.0,
-        "sinks": None if sinks is None else sinks.flatten().float(), "causal": causal, "window": (-1, -1),
+        "sm_scale": scaling, "dropout_p": dropout, "softcap": extras.get("softcap") or 0.0,
+        "sinks": None if sinks is None else sinks.flatten().float(),
+        "causal": mask.causal, "window": (mask.reach, mask.reach),
     }  # fmt: skip
-    if window and mask is not None and mask.dim() < 4 and mask.dtype in WINDOW_DTYPES:
-        # Some models pass the configuration's window as it is; the others pass 1 more, as flash_attn counts.
-        is_of_config = window == getattr(getattr(module, "config", None), "sliding_window", None)
-        reach = window if is_of_config and not causal else window - 1
-        options["window"] = (reach, reach)
-    if mask is not None and mask.dim() < 4 and mask.dtype not in PACKED:
-        if k.shape[1] != mask.shape[1]:
-            raise ValueError(
-                f"the mask was made for {mask.shape[1]} keys, but {type(module).__name__} has {k.shape[1]}: a sliding "
-                "cache that records its past is cropped before its next use"
-            )
-        if mask.dim() == 3:
-            keys = 1 + mask.shape[1] - mask.shape[2]
-            k, v = k[:, :keys], v[:, :keys]
-            bias = None if bias is None else bias[..., :keys]
-            mask = _cached_on(mask, _seen_rows)
-        if not mask.shape[0]:
-            mask = None
-    lengths = _packed_lengths(mask, q, k, causal, extras)
+    lengths = _packed_lengths(mask, q, k, extras)
     if lengths:
         if bias is not None:
             raise ValueError(
@@ -413,17 +458,15 @@ def attention(
     if out is not None:
         record(SEAM, "attention of one token: diyfa")
         return out, None
-    if mask is not None and mask.dim() == 2:
-        mask = mask.bool()[:, None, None, :]
-    indices = extras.get("indices")
-    if mask is not None and indices is not None:
-        mask = _only(mask, indices)
+    seen = mask.complete if mask.padding is None else mask.padding.bool()[:, None, None, :]
+    if seen is not None and indices is not None:
+        seen = _only(seen, indices)
     if bias is not None:
-        mask = bias if mask is None else bias + mask_as_bias(mask, bias.dtype)
-    record(SEAM, f"attention{'' if mask is None else ' with a mask'}: {route}")
+        seen = bias if seen is None else bias + mask_as_bias(seen, bias.dtype)
+    record(SEAM, f"attention{'' if seen is None else ' with a mask'}: {route}")
     if eight_bits:
-        return attend_in_eight_bits(q, k, v, mask, eight_bits, straight_through=True, **options), None
-    return attend(q, k, v, mask, "bshd", **options), None
+        return attend_in_eight_bits(q, k, v, seen, eight_bits, straight_through=True, **options), None
+    return attend(q, k, v, seen, "bshd", **options), None
 
 
 def paged_attention(
@@ -436,7 +479,7 @@ def paged_attention(
     **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return the attention (T, H, D) of all requests' tokens (1, H, T, D) over a paged cache: continuous batching."""
-    _check(module, None, None, arguments)
+    _check(arguments)
     handle = active_handle(SEAM)
     if handle is not None and handle.detail:
         raise ValueError(f"continuous batching ('paged|{NAME}') does not go with quantize={handle.detail!r}")

@@ -14,7 +14,13 @@ import torch
 import transformers as hf
 from eager_budget import assert_within_budget_of
 from subprocesses import SUPPORT, run_python
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 import diyfa
 from diyfa.integrations import use_in_transformers
@@ -440,6 +446,8 @@ def test_sparse_attention_by_indices(name: str) -> None:
         inputs = {} if mask is None else {"attention_mask": mask.long()}
         seen = torch.ones(2, 17, dtype=torch.bool) if mask is None else mask
         side_by_side(make, lambda model, i=inputs, seen=seen: model(tokens(), use_cache=False, **i).logits[seen])
+    positions = torch.cat([torch.arange(n) for n in (5, 11, 1)])[None]
+    side_by_side(make, lambda model: model(tokens(1), position_ids=positions, use_cache=False).logits)
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[1, :3] = 0
     options = {"max_new_tokens": 6, "do_sample": False, "disable_compile": True}
@@ -539,6 +547,46 @@ def test_a_mask_without_its_window() -> None:
         padding = MASKS["padded right"]
         found = make_attention_mask(2, 17, 17, mask_function=function, attention_mask=padding, **arguments, **skips)
         assert found.dtype == torch.bool and torch.equal(found.flatten(1), padding)
+
+
+KINDS = {
+    "causal": causal_mask_function,
+    "causal window": sliding_window_causal_mask_function(4),
+    "both ways": bidirectional_mask_function,
+    "window both ways": sliding_window_bidirectional_mask_function(4),
+}
+# Queries, keys, position of the first query, and of the first key.
+PLACES = {
+    "alone": (9, 9, 0, 0),
+    "behind a cache": (3, 9, 6, 0),
+    "in a static cache": (3, 9, 2, 0),
+    "in a sliding cache": (3, 7, 9, 5),
+    "before longer keys": (3, 9, 0, 0),
+    "one token": (1, 9, 0, 0),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_say_what_those_of_sdpa_say(kind: str, place: str, padded: bool) -> None:
+    q_length, kv_length, q_offset, kv_offset = PLACES[place]
+    padding = torch.arange(12) >= torch.tensor([[0], [7 if q_offset > 6 else 1]]) if padded else None
+    causal, window = kind.startswith("causal"), 4 if "window" in kind else None
+    arguments = (2, q_length, kv_length, q_offset, kv_offset, KINDS[kind], padding)
+    complete = sdpa_mask(*arguments, allow_is_causal_skip=False)
+    mask = make_attention_mask(
+        *arguments, config=hf.MistralConfig(**DECODER, sliding_window=window), local_size=window,
+        allow_is_causal_skip=causal, allow_is_bidirectional_skip=not causal,
+    )  # fmt: skip
+    q, k, v = (torch.randn(2, 2, n, 16, generator=seeded(n)) for n in (q_length, kv_length, kv_length))
+    module = SimpleNamespace(is_causal=causal)
+    found, _ = attention(module, q, k, v, mask, sliding_window=window)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, complete)
+    seen = complete.any(-1)[:, 0]
+    if padding is not None and place == "alone":
+        seen &= padding[:, :9]  # the results of padding are nobody's
+    torch.testing.assert_close(found[seen], want.transpose(1, 2)[seen], **TOLERANCE)
 
 
 def test_a_decoder_that_sees_both_ways() -> None:
@@ -796,7 +844,7 @@ def test_decoding_over_pages(
 
 
 def test_refusals() -> None:
-    sliding = torch.empty((0, 3), dtype=torch.uint8)
+    sliding = torch.empty((0, 3, 1), dtype=torch.uint8)
     x = torch.zeros(1, 2, 3, 16)
     with pytest.raises(ValueError, match="masks with a sliding window but does not hand it to its attention"):
         attention(torch.nn.Linear(1, 1), x, x, x, sliding)
