@@ -61,7 +61,7 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, dout: Any, dlse: Any) -> tuple[torch.Tensor | None, ...]:
         # The gradients depend on q, k and v, which are not saved. A tensor that requires a gradient stands for them.
         # A traced program has no second derivatives, and cannot make such a tensor.
-        inputs = () if torch.compiler.is_compiling() else (torch.empty(0, requires_grad=True),)
+        inputs = () if torch.compiler.is_compiling() else (torch.empty(0, device="cpu", requires_grad=True),)
         return _StraightThrough._differentiate(ctx, dout, dlse, *inputs)
 
     @staticmethod
