@@ -19,8 +19,8 @@ _has_function_mode = _c._is_torch_function_mode_enabled
 _transform = _functorch.peek_interpreter_stack  # vmap, grad, jvp of torch.func
 _tracing_state = _c._get_tracing_state
 _is_profiling = _c._autograd._profiler_enabled  # a profiler shows the operators
-# Whether a tensor stands for a batch of gradients, as in torch.autograd.grad(…, is_grads_batched=True). It has no
-# memory, and no transform is active then.
+# torch.autograd.grad(…, is_grads_batched=True) passes tensors that stand for a batch of gradients. This function
+# recognises them. They have no memory, and no transform is active then.
 is_batch_of_gradients: Callable[[torch.Tensor], bool] = _functorch.is_legacy_batchedtensor
 is_deterministic: Callable[[], bool] = _c._get_deterministic_algorithms  # torch.are_deterministic_algorithms_enabled
 

@@ -232,7 +232,7 @@ def _by_padding(padding: torch.Tensor) -> _Runs:
 
 
 class _Mask(NamedTuple):
-    """What a mask of the module's table says. At most one of the tensors is given.
+    """A mask of the module's table, decoded. At most one of the tensors is given.
 
     * reach: number of keys on each side that a query sees, -1 for all.
     * n_free: number of free keys at the end of a cache.
@@ -256,7 +256,7 @@ def _padding(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _decoded(mask: torch.Tensor, module: Any, window: int | None, n_keys: int) -> _Mask:
-    """Return what a mask of the module's table says to a layer with `n_keys` keys that hands on `window`."""
+    """Decode a mask of the module's table for a layer with `n_keys` keys that hands on `window`."""
     if mask.dim() == 4:
         return _Mask(complete=mask)
     if mask.dim() != 2 and not (mask.dim() == 3 and mask.dtype in PADDING_DTYPES):
